@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.roles import Objects, Workers
+from resilient_train.frameworks.torch import data as torch_data
 from resilient_train.frameworks.torch.pass_order import TorchPassOrder
 from resilient_train.session.loader import Cursor
 
@@ -79,6 +80,13 @@ class Data:
 
     def restore_random_state(self, state: bytes) -> None:
         random.setstate(pickle.loads(state))
+
+    def states(self, generators: Any) -> bytes:
+        return pickle.dumps([each.get_state() for each in generators])
+
+    def restore_states(self, generators: Any, states: bytes) -> None:
+        for each, state in zip(generators, pickle.loads(states), strict=True):
+            each.set_state(state)
 
     def look(self, batch: Any) -> bytes:
         return repr(batch).encode()
@@ -507,6 +515,125 @@ def test_what_a_loader_does_not_lead_to() -> None:
     assert not led_to(Given(), torch.zeros(3))
 
 
+class Pool(Dataset[Any]):
+    """As many samples as the weights know; each is asked for its weight."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights, self.epoch = weights, 0
+
+    def __len__(self) -> int:
+        return self.count()
+
+    def count(self) -> int:
+        return len(self.weights.of)
+
+    def __getitem__(self, number: int) -> tuple[int, float]:
+        return number, self.weights.of[number]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Shuffled:
+    """Torch's asks at the end of a pass once more how many there are."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(self.pool)).tolist())
+
+    def __len__(self) -> int:
+        return len(self.pool)
+
+
+class Counting(Pool):
+    def __getitem__(self, number: int) -> tuple[int, float]:
+        return number, self.weights.of[number] * (1 + self.epoch)
+
+
+@pytest.mark.parametrize("registered", ["rank_extra", "extra"])
+@pytest.mark.parametrize("workers", ["none", "each pass", "kept"])
+@pytest.mark.parametrize("done", [2, 7, 9, 15])
+def test_a_data_set_that_bodies_change(done: int, workers: str, registered: str) -> None:
+    """They make it longer, and so its order another one; workers hold what there was when they were forked."""
+
+    def process() -> tuple[Weights, Cursor, TorchPassOrder]:
+        weights = Weights()
+        objects = Objects((torch.nn.Linear(1, 1),), ())._replace(**{registered: {"weights": weights}})
+        order = TorchPassOrder(objects)
+        more = {"num_workers": 1, "persistent_workers": workers == "kept", "prefetch_factor": 2}
+        torch.manual_seed(7)
+        pool = Counting(weights)
+        order_of: dict[str, Any] = {"shuffle": True} if workers == "kept" else {"sampler": Shuffled(pool)}
+        made = DataLoader(pool, batch_size=2, **order_of, **({} if workers == "none" else more))
+        return weights, Cursor(made, torch_data, order), order
+
+    def step(weights: Weights, position: Cursor) -> list[Any]:
+        numbers, values = position.next().value
+        for number in numbers.tolist():
+            weights.of[number] += (number * 7 + 3) % 5
+        if workers != "kept":
+            weights.of[len(weights.of)] = 1.0
+        return [numbers.tolist(), values.tolist()]
+
+    weights, first, order = process()
+    first.looks = True
+    for _ in range(done):
+        step(weights, first)
+    state, position, random_state = order.entries(first.loader), first.position(), torch_data.random_state()
+    expected = [step(weights, first) for _ in range(16)]
+    weights, second, order = process()
+    second.looks = True
+    order.restore(state)
+    second.load(position)
+    torch_data.restore_random_state(random_state)
+    assert not second.strayed
+    assert (torch_data.workers(second.loader) is Workers.THERE) == (workers == "kept"), "a later pass draws no seed"
+    assert [step(weights, second) for _ in range(16)] == expected
+
+
+@pytest.mark.parametrize("done", [3, 6, 8])
+def test_a_generator_from_which_an_evaluation_draws_too(done: int) -> None:
+    """As on PyTorch's page on reproducibility: one for both loaders."""
+
+    def process() -> tuple[Cursor, DataLoader[Any]]:
+        generator = torch.Generator().manual_seed(3)
+        samples = list(range(12))
+        made = Cursor(DataLoader(samples, batch_size=2, shuffle=True, generator=generator), torch_data)
+        made.looks = True
+        return made, DataLoader(samples, batch_size=6, generator=generator)
+
+    def step(place: Cursor, evaluation: DataLoader[Any]) -> list[int]:
+        if place.place[1] in (2, 3):
+            assert len([*evaluation]) == 2
+        numbers: list[int] = place.next().value.tolist()
+        return numbers
+
+    first, evaluation = process()
+    for _ in range(done):
+        step(first, evaluation)
+    second, others = process()
+    second.load(first.position())
+    assert not second.strayed
+    assert [step(second, others) for _ in range(20)] == [step(first, evaluation) for _ in range(20)]
+
+
+def test_a_pass_that_ends_before_its_place_is_told() -> None:
+    """Torch's sampler makes more of a data set that has grown in the pass; nothing says how much that was when."""
+    weights = Weights()
+    order = TorchPassOrder(Objects((torch.nn.Linear(1, 1),), (), rank_extra={"weights": weights}))
+    first = Cursor(DataLoader(Pool(weights), batch_size=2, shuffle=True), torch_data, order)
+    first.looks = True
+    for _ in range(7):
+        first.next()
+        weights.of[len(weights.of)] = 1.0
+    second = Cursor(DataLoader(Pool(weights), batch_size=2, shuffle=True), torch_data, order)
+    second.looks = True
+    second.load(first.position())
+    assert second.strayed
+
+
 @pytest.mark.parametrize("kind", [TensorDataset, Stream])
 def test_samples_are_no_order(kind: Any) -> None:
     """What bodies make of soft labels may be large, and a sampler that knows its data set does not draw from them."""
@@ -515,6 +642,9 @@ def test_samples_are_no_order(kind: Any) -> None:
     loader = DataLoader(kind(labels), batch_size=2)
     assert bool(TorchPassOrder(objects).led_to(loader)) is (kind is Stream)
     assert TorchPassOrder(objects).in_samples(loader)
+    forks = DataLoader(kind(labels), batch_size=2, num_workers=1)
+    assert TorchPassOrder(objects).led_to(forks)
+    assert not TorchPassOrder(objects).in_samples(forks), "they are those of the pass's begin"
 
 
 GLOBAL = torch.zeros(3)

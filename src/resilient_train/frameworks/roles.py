@@ -624,11 +624,13 @@ class PassOrder(Protocol):
     """
 
     def led_to(self, loader: Any) -> Collection[str]:
-        """What the loader holds on to, by whatever way; looked for once, which may take some milliseconds."""
+        """What the loader draws its order from, and what its workers hold, by whatever way; looked for once, which may
+        take some milliseconds.
+        """
         ...
 
     def in_samples(self, loader: Any) -> bool:
-        """Whether what makes its batches leads to one: they are then made of what that was at the time."""
+        """Whether what makes its batches in no worker leads to one: they are made of what that was at the time."""
         ...
 
     def entries(self, loader: Any) -> dict[str, bytes]:
@@ -668,6 +670,14 @@ class Data(Protocol):
 
     def restore_random_state(self, state: bytes) -> None:
         """Puts a ``random_state`` back."""
+        ...
+
+    def states(self, generators: Sequence[Any]) -> bytes:
+        """Those of generators that a loader draws from: objects with ``get_state()``."""
+        ...
+
+    def restore_states(self, generators: Sequence[Any], states: bytes) -> None:
+        """Puts ``states`` back."""
         ...
 
     def workers(self, loader: Any) -> Workers:

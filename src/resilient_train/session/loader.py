@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -54,6 +54,15 @@ class DataPosition(NamedTuple):
 _NOWHERE = DataPosition(0, 0, b"", b"")
 
 
+class MadeWorkers(NamedTuple):
+    """With what the workers were made that the loader keeps: the pass, and what they may read then of ``drawn_by``.
+    They hold it for good, also in later passes.
+    """
+
+    epoch: int = -1
+    entries: Mapping[str, bytes] = {}
+
+
 class Cursor:
     """Iterates over ``loader`` for ever, epoch after epoch, and can say and take up its position.
 
@@ -89,7 +98,9 @@ class Cursor:
         self._reused: bool | None = None
         """See ``DataPosition``; None: no pass has begun, and the loader is as the script has made it."""
         self._generators = _generators_of(loader)
-        self._epoch_generators: list[Any] = []
+        self._epoch_generators = b""
+        """Their states when the pass began; those when it was told of last."""
+        self._told_states = b""
         self._order = order
         self._before: dict[str, bytes] = {}
         """What it may draw from, when the pass began, as long as it has given no batch."""
@@ -97,6 +108,7 @@ class Cursor:
         """What its order was drawn from: of that what the pass moved on before its first batch, and what the loader
         leads to. A body may change it later.
         """
+        self._forked = MadeWorkers()
         self._packed: bytes | None = None
         """A position's ``own``, the same for the whole pass unless the loader itself says where it is."""
 
@@ -145,19 +157,30 @@ class Cursor:
         return DataPosition(*place, self._last, self._drawn_from)
 
     def _told_of_pass(self) -> bytes:
+        now = self._states()
         if self._stateful and self._index:
-            return self._pack(self.loader.state_dict(), self._epoch_generators, self._drawn_by)
-        if self._packed is None:
-            self._packed = self._pack(None, self._epoch_generators, self._drawn_by)
+            return self._pack(self.loader.state_dict(), self._epoch_generators, now, self._drawn_by)
+        if self._packed is None or now != self._told_states:  # another loader draws from it, say that of an evaluation
+            self._told_states = now
+            self._packed = self._pack(None, self._epoch_generators, now, self._drawn_by)
         return self._packed
 
-    def _told_of_next_pass(self) -> bytes:
-        return self._pack(None, [each.get_state() for each in self._generators], {})
+    def states(self) -> bytes:
+        """Those of the loader's own generators, as they are now. Empty where it has none, or keeps its place itself."""
+        return b"" if self._stateful else self._states()
 
-    def _pack(self, inner: Any, generators: list[Any], drawn_by: dict[str, bytes]) -> bytes:
-        if inner is None and not generators and not drawn_by:
+    def _states(self) -> bytes:
+        return self._data.states(self._generators) if self._generators else b""
+
+    def _told_of_next_pass(self) -> bytes:
+        now = self._states()
+        return self._pack(None, now, now, {})
+
+    def _pack(self, inner: Any, generators: bytes, now: bytes, drawn_by: dict[str, bytes]) -> bytes:
+        if inner is None and not generators and not drawn_by and self._forked.epoch < 0:
             return b""
-        return self._data.pack({"inner": inner, "generators": generators, "own": drawn_by})
+        own = {"inner": inner, "generators": generators, "now": now, "own": drawn_by}
+        return self._data.pack({**own, "forked": self._forked._asdict()})
 
     def keeps_place(self, own: bytes) -> bool:
         """Whether in a position's ``own`` the loader itself says where it was (a StatefulDataLoader in an epoch)."""
@@ -174,17 +197,17 @@ class Cursor:
         self._epoch, self._index, self._epoch_random, packed, self._skipped, self._reused, *drawn = position
         self._last, self._drawn_from = drawn
         self._iterator, self.strayed = None, False
-        own = self._data.unpack(packed) if packed else {"inner": None, "generators": [], "own": {}}
+        own = self._data.unpack(packed) if packed else {"inner": None, "generators": b"", "now": b"", "own": {}}
         self._epoch_generators, self._drawn_by, self._before = own["generators"], own["own"], {}
+        self._forked = MadeWorkers(**own.get("forked", {}))
         self._packed = None
-        for generator, value in zip(self._generators, self._epoch_generators, strict=True):
-            generator.set_state(value)
+        if self._epoch_generators:
+            self._data.restore_states(self._generators, self._epoch_generators)
         if self.loader is None or (self._index == 0 and not self._skipped):
             return
         self._set_epoch()
-        now, held = self._data.random_state(), dict[str, bytes]()
-        if self._order is not None and self._drawn_by:
-            held = _if_told(self._entries)
+        now, held = self._data.random_state(), _if_told(self._entries) if self._drawn_by else self._own_now()
+        if self._order is not None:
             self._order.restore(self._drawn_by)
         if self._stateful:
             assert own["inner"] is not None, "a stateful loader's position without its state"
@@ -193,9 +216,12 @@ class Cursor:
         else:
             self._data.restore_random_state(self._epoch_random)
             self._iterator = self._go_on()
+            if self._data.workers(self.loader) is Workers.KEPT:
+                self._make_workers(self.loader)  # a later pass would make them with what is there then
+            if own["now"]:
+                self._data.restore_states(self._generators, own["now"])
         self._data.restore_random_state(now)
-        if self._order is not None:
-            self._order.restore({name: state for name, state in held.items() if name in self._drawn_by})
+        self._put_back(held)
 
     @property
     def _looks(self) -> bool:
@@ -215,8 +241,10 @@ class Cursor:
             if self._drawn_from:
                 self._data.restore_random_state(self._drawn_from)
             before = self._own_now()
-            other = self._data.look(next(iterator, None)) != self._last and before == self._own_now()
-            self.strayed = other and not (self._order is not None and self._order.in_samples(self.loader))
+            batch = next(iterator, NO_BATCH)
+            other = self._data.look(batch) != self._last and before == self._own_now()
+            made_anew = self._order is not None and self._order.in_samples(self.loader)
+            self.strayed = batch is NO_BATCH or (other and not made_anew)
         return iterator
 
     def _entries(self) -> dict[str, bytes]:
@@ -228,9 +256,14 @@ class Cursor:
     def _begin_epoch(self) -> None:
         self._set_epoch()
         self._epoch_random = self._data.random_state()
-        self._epoch_generators = [each.get_state() for each in self._generators]
+        self._epoch_generators = self._states()
         self._before, self._drawn_by, self._packed = self._entries(), {}, None
         self._reused = self._reuses()
+        if self._data.workers(self.loader) is Workers.KEPT and not self._reused:
+            led_to = self._order.led_to(self.loader) if self._order is not None else ()
+            self._forked = MadeWorkers(
+                self._epoch, {name: each for name, each in self._before.items() if name in led_to}
+            )
         self._iterator = self._begin(self.loader)
 
     def _begin(self, loader: Any) -> Iterator[Any]:
@@ -241,25 +274,48 @@ class Cursor:
         """
         has = self._has_workers(loader)
         if self._reused and not has:
-            now, own = self._data.random_state(), [each.get_state() for each in self._generators]
-            entries = self._own_now()
-            iter(loader)  # it has workers now; what it drew for them, and for the first batches, does not count
-            self._data.restore_random_state(now)
-            for generator, state in zip(self._generators, own, strict=True):
-                generator.set_state(state)
-            if self._order is not None:
-                moved = self._own_now()
-                self._order.restore({name: state for name, state in entries.items() if moved.get(name) != state})
+            self._make_workers(loader)
         elif has and not self._reused:
             self._data.drop_workers(loader)
         return iter(loader)
 
+    def _make_workers(self, loader: Any) -> None:
+        """With what those of the process were made whose place this one takes. What it draws for them, and for the
+        first batches, does not count.
+        """
+        now, states = self._data.random_state(), self._states()
+        forked = self._forked if self._forked.epoch >= 0 else MadeWorkers(self._epoch)
+        entries = _if_told(self._entries) if forked.entries else self._own_now()
+        if self._order is not None:
+            self._order.restore(forked.entries)
+        self._set_epoch_of_data(forked.epoch)
+        iter(loader)
+        self._set_epoch_of_data(self._epoch)
+        self._data.restore_random_state(now)
+        if states:
+            self._data.restore_states(self._generators, states)
+        self._put_back(entries)
+
+    def _put_back(self, entries: Mapping[str, bytes]) -> None:
+        """Registered objects as they were, of those that have been moved since."""
+        if self._order is not None and entries:
+            moved = self._own_now()
+            self._order.restore({name: state for name, state in entries.items() if moved.get(name) != state})
+
     def _set_epoch(self) -> None:
         """What the user's own loop would do: a DistributedSampler shuffles by epoch number, as some datasets do."""
-        for holder in (*_holders_of(self.loader), getattr(self.loader, "dataset", None)):
-            set_epoch = getattr(holder, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(self._epoch)
+        for holder in _holders_of(self.loader):
+            _set_epoch_of(holder, self._epoch)
+        self._set_epoch_of_data(self._epoch)
+
+    def _set_epoch_of_data(self, epoch: int) -> None:
+        _set_epoch_of(getattr(self.loader, "dataset", None), epoch)
+
+
+def _set_epoch_of(holder: Any, epoch: int) -> None:
+    set_epoch = getattr(holder, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
 
 
 def _if_told(entries: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:

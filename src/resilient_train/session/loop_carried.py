@@ -466,6 +466,7 @@ class _Flow:
 
     def _standing(self, target: ast.AST, value: ast.AST) -> dict[Key, Stored]:
         """Variables that are what ``value`` is, or something in it, if that is an array, or holds some."""
+        pairs: list[tuple[ast.AST, ast.AST]]
         match target, value:
             case ast.Tuple(elts=parts), ast.Call(func=ast.Name(id="zip"), args=each):
                 pairs = [*zip(parts, each, strict=False)]

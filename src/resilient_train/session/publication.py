@@ -37,7 +37,8 @@ class Publication:
         self._newest: object = None
         """Its parts."""
         self._before_tail: dict[int, tuple[bytes, bytes]] = {}
-        """Update -> what this rank alone had before the tail that leads to it, and its random numbers. Of the last two.
+        """Update -> what this rank alone had before the tail that leads to it, and the numbers that it draws from. Of
+        the last two.
         """
         self._begun: tuple[int, bytes, bytes] = (-1, b"", b"")
         """The last update that was begun, with these random numbers, and with this that the rank alone had. Its first
@@ -55,10 +56,10 @@ class Publication:
         position = self._cursor.position()
         own, random = self._rank_state.packed(), self._data.random_state()
         if ahead:
-            self._before_tail[commits] = own, random
+            self._before_tail[commits] = own, random + self._cursor.states()
             self._before_tail.pop(commits - 2, None)
         else:
-            self._begun = commits, random, own
+            self._begun = commits, random + self._cursor.states(), own
         parts = commits, number, random, position, own, called
         if parts == self._newest:
             return
@@ -92,8 +93,12 @@ class Publication:
             return NOTHING_WRITTEN
         (own, random), (begun, numbers, had) = self._before_tail[commits], self._begun
         over = begun == commits
-        drawn = random != (numbers if over else self._data.random_state())
+        drawn = random != (numbers if over else self._numbers())
         return self._rank_state.written_since(own, had if over else None)._replace(drawn=drawn)
+
+    def _numbers(self) -> bytes:
+        """What random numbers are drawn from next: in general, and by the loader."""
+        return self._data.random_state() + self._cursor.states()
 
     def take_up(self, payload: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> int:
         """Puts a publication back, in this process. Returns the number of the step that comes next. ``tail``: that of
@@ -101,8 +106,10 @@ class Publication:
         """
         held = read(payload)
         before = held.rank if held.ahead or not tail.before else tail.before
-        self._before_tail = {held.commits: (before, b"" if tail.drawn else held.random)}
         self._begun = -1, b"", b""
+        lost = tail if held.ahead else NOTHING_WRITTEN
+        # Before the loader: its order, and its workers, may come of it.
+        self.behind = self._rank_state.restore(held.rank, lost) + (_DRAWN if lost.drawn else ())
         self._cursor.load(
             DataPosition(
                 held.epoch,
@@ -115,9 +122,8 @@ class Publication:
                 held.drawn_from,
             )
         )
-        lost = tail if held.ahead else NOTHING_WRITTEN
-        self.behind = self._rank_state.restore(held.rank, lost) + (_DRAWN if lost.drawn else ())
         self._data.restore_random_state(held.random)
+        self._before_tail = {held.commits: (before, b"" if tail.drawn else self._numbers())}
         self._newest = None
         self.latest = payload
         self.called, self.headed = held.called, held.headed

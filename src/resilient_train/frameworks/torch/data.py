@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+import torch
 import torch.utils.data._utils.signal_handling as torch_signals
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -26,8 +28,10 @@ __all__ = [
     "random_state",
     "remember",
     "restore_random_state",
+    "restore_states",
     "share",
     "shield_workers",
+    "states",
     "strides",
     "unpack",
     "workers",
@@ -66,6 +70,22 @@ _set_torchs_handlers: Callable[[], None] = _torch_signals._set_worker_signal_han
 def _set_worker_handlers() -> None:
     _set_torchs_handlers()
     shield_worker()
+
+
+def states(generators: Sequence[Any]) -> bytes:
+    """In each step, so torch's own are not packed as trees."""
+    return msgspec.msgpack.encode(
+        [
+            each.get_state().numpy().tobytes() if isinstance(each, torch.Generator) else pack(each.get_state())
+            for each in generators
+        ]
+    )
+
+
+def restore_states(generators: Sequence[Any], states: bytes) -> None:
+    for each, state in zip(generators, msgspec.msgpack.decode(states, type=list[bytearray]), strict=True):
+        torchs = isinstance(each, torch.Generator)
+        each.set_state(torch.frombuffer(state, dtype=torch.uint8) if torchs else unpack(bytes(state)))
 
 
 def workers(loader: Any) -> Workers:

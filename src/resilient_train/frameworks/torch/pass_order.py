@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from resilient_train.frameworks.roles import Objects
 from resilient_train.frameworks.torch.containers import dressed
@@ -41,7 +41,7 @@ class TorchPassOrder:
         return self._led_to
 
     def in_samples(self, loader: Any) -> bool:
-        return any(self._in(walk(_makers(loader), _read_too)))
+        return not _forks(loader) and any(self._in(walk(_makers(loader), _read_too)))
 
     def _in(self, found: Iterator[Any]) -> Iterator[str]:
         things = {**self._own, **self._shared}
@@ -64,22 +64,56 @@ class TorchPassOrder:
             restore_object(thing, dressed(unpack(state), state_of(thing)))
 
 
+def _forks(loader: Any) -> bool:
+    """Whether it has workers, which hold what they were forked with."""
+    return isinstance(loader, DataLoader) and loader.num_workers > 0
+
+
 def _makers(loader: Any) -> list[Any]:
     """What makes its batches when their order is known."""
     return [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
 
 
 def _around(loader: Any) -> Iterator[Any]:
-    """What it leads to, but for samples: a data set that is asked for each by its number gives no order."""
-    makers = _makers(loader)
+    """What its order is drawn from, and what its workers hold: they are forked as the pass begins.
+
+    Where there are no workers each sample is made of what is there when it is asked for by its number. Then a data set
+    gives no order, but says how many they are.
+    """
+    makers, forks = _makers(loader), False
 
     def step(each: Any) -> Iterable[Any] | None:
+        nonlocal forks
         kind = type(each)
-        if not issubclass(kind, IterableDataset) and (issubclass(kind, Dataset) or any(each is it for it in makers)):
-            return None
+        forks = forks or _forks(each)
+        if forks or issubclass(kind, IterableDataset):
+            return _read_too(each)
+        if issubclass(kind, Dataset) or any(each is it for it in makers):
+            return _counted_by(each)
         return _read_too(each)
 
     return walk([loader], step)
+
+
+def _counted_by(data_set: Any) -> list[Any]:
+    """What ``len()`` of it reads, but for tensors: none of them grows in its place."""
+    methods = {each.__name__: each for each in reversed(_methods(type(data_set)))}
+    own, found = getattr(data_set, "__dict__", {}), list[Any]()
+    waiting, seen = ["__len__"], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in own:
+            value = own[name]
+            found += (
+                ()
+                if _is_values(value) or (isinstance(value, (list, tuple)) and all(map(_is_values, value)))
+                else [value]
+            )
+        elif name in methods and name not in seen:
+            found += _read_by(methods[name]) or ()
+            waiting += methods[name].__code__.co_names
+        seen.add(name)
+    return found
 
 
 def _read_too(each: Any) -> Iterable[Any] | None:
@@ -89,6 +123,10 @@ def _read_too(each: Any) -> Iterable[Any] | None:
         return _read_by(each)
     further = () if issubclass(kind, torch.nn.Module) else leads_to(each)
     return further and [*further, *_methods(kind)]
+
+
+def _is_values(each: Any) -> bool:
+    return isinstance(each, (torch.Tensor, np.ndarray))
 
 
 def _methods(kind: type) -> list[FunctionType]:

@@ -151,8 +151,8 @@ class StartingState:
         if stored.skipped:
             path, reason = stored.skipped[0]
             return (
-                f"none of the {len(stored.skipped)} checkpoints in {self._folder} can be gone on from ({path}: {reason}): "
-                "mend one, or take them all out to begin anew"
+                f"none of the {len(stored.skipped)} checkpoints in {self._folder} can be gone on from ({path}: "
+                f"{reason}): mend one, or take them all out to begin anew"
             )
         return self._states.why_not_anew() or ("nothing is saved" if needed and not self._snapshots.wanted else "")
 

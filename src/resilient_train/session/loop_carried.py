@@ -216,12 +216,24 @@ class _Registered:
         self._known = {id(each) for each in known}
         self._parts = set[int]()
         for part in (part for model in models for part in all_parts(model)):
-            publishes = functions_of(held(part, "get_extra_state"))
-            (self._known if publishes else self._parts).add(id(part))
+            (self._known if self._gives_itself(part) else self._parts).add(id(part))
             for tensors in (held(part, name) for name in _TENSORS):
                 if type(tensors) is dict:
                     self._kept += tensors.values()
                     self._known |= {id(each) for each in tensors.values() if each is not None}
+
+    def _gives_itself(self, part: Any) -> bool:
+        """Whether a module publishes something of which nobody can tell what it is; else what it is, is settled."""
+        if not functions_of(held(part, "get_extra_state")):
+            return False
+        given = part.get_extra_state()
+        if not isinstance(given, Mapping):
+            return True
+        self._settled[id(part)] = {*self._settled.get(id(part), ()), *map(str, given)}
+        values = [each for each in given.values() if _can_change(each)]
+        self._kept += values
+        self._known |= set(map(id, values))
+        return False
 
     def has(self, path: Sequence[Any], name: str) -> bool:
         """``path``: an object, what its attribute is, and so on, as far as they are known; ``name``: of all of it."""

@@ -14,8 +14,13 @@ from torch import nn
 def with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that have any, by name. As ``nn.Module.state_dict`` does, this asks their classes."""
     for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if publishes(module):
             yield name, module
+
+
+def publishes(module: nn.Module) -> bool:
+    """Whether it has a ``get_extra_state()`` of its own class's."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 class ExtraState:

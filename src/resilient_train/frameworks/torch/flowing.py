@@ -108,7 +108,9 @@ class Flowing:
         if self._windows == _FIRST:
             return True
         extra = (*objects.extra.values(), *objects.rank_extra.values(), objects.scaler)
-        published = (module for model in objects.models for _, module in with_extra_state(model))
+        published = [
+            each for model in objects.models for _, part in with_extra_state(model) for each in _given_by(part)
+        ]
         own = reached((*extra, *published))
         if own is None:
             return False
@@ -188,6 +190,18 @@ class Flowing:
         if self._put_back is not None:
             self._put_back()
             self._put_back = None
+
+
+def _given_by(part: torch.nn.Module) -> list[Any]:
+    """What a module publishes; and all that it has itself, unless that is numbers alone: it may give copies."""
+    given = part.get_extra_state()
+    return [given, *(value for name, value in vars(part).items() if name != "_modules" and not _is_plain(given))]
+
+
+def _is_plain(given: Any) -> bool:
+    if isinstance(given, (dict, list, tuple)):
+        return all(map(_is_plain, given.values() if isinstance(given, dict) else given))
+    return given is None or isinstance(given, (bool, int, float, str, bytes))
 
 
 def _tensors(objects: Iterable[Any]) -> Iterator[Any]:

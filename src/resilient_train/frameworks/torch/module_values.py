@@ -13,13 +13,14 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from resilient_train import script_place
+from resilient_train.frameworks.torch.extra_state import publishes
 
 Plain = bool | int | float | str | None
 _HELD = frozenset((bool, int, float, complex, str, bytes, type(None)))
@@ -70,7 +71,7 @@ class ModuleValues:
     """Of ``modules``. ``before``: of before some of them were changed for others."""
 
     def __init__(self, modules: Sequence[tuple[Key, torch.nn.Module]] = (), before: ModuleValues | None = None) -> None:
-        self._modules = [(key, module) for key, module in modules if not (_is_wrapper(module) or _publishes(module))]
+        self._modules = [(key, module) for key, module in modules if not _is_wrapper(module)]
         self._read = [_attributes_of(module) for _, module in self._modules]
         self._built: dict[Key, _Built] = {} if before is None else before._built
         if not self._built:
@@ -110,11 +111,16 @@ class ModuleValues:
         return tuple(found)
 
     def take(self, told: Sequence[ValuesOf]) -> None:
-        """Those of another process, which has built the same models."""
+        """Those of another process, which has built the same models. What a module publishes is its rank's own."""
         modules = dict(self._modules)
         for each in told:
-            if each.module in modules:  # a rank may have one more, to write a log
-                vars(modules[each.module]).update(each.values)
+            module = modules.get(each.module)
+            if module is None:  # a rank may have one more, to write a log
+                continue
+            published = module.get_extra_state() if publishes(module) else None
+            vars(module).update(each.values)
+            if publishes(module):
+                module.set_extra_state(published)
 
     def settled(self) -> list[tuple[object, frozenset[str]]]:
         """The modules of which another process can take over what they are, and the attributes."""
@@ -138,12 +144,18 @@ def _attributes_of(module: torch.nn.Module) -> _Attributes:
 
 
 def _parted(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, int]]:
-    """Its plain attributes, and where the others are. Private ones of a library's class are that library's business."""
+    """Its plain attributes, and where the others are, but for what it publishes. Private ones of a library's class are
+    that library's business.
+    """
     private = _kind_of(module).no_library
     counted = [(name, value) for name, value in vars(module).items() if private or not name.startswith("_")]
     counted = [each for each in counted if each[0] not in _OF_ANY]
     plain = {name: value for name, value in counted if type(value) in _HELD}
-    return plain, {name: id(value) for name, value in counted if name not in plain}
+    others = {name: id(value) for name, value in counted if name not in plain}
+    if others and publishes(module) and isinstance(given := module.get_extra_state(), Mapping):
+        given_too = set(map(id, given.values()))
+        others = {name: each for name, each in others.items() if name not in given and each not in given_too}
+    return plain, others
 
 
 def unlike(one: Sequence[ValuesOf], other: Sequence[ValuesOf]) -> list[tuple[Key, str]]:
@@ -186,11 +198,6 @@ def _kind_of(module: torch.nn.Module) -> _Kind:
 def _is_anothers(kind: type) -> bool:
     """Neither torch's nor Python's (``Generic``)."""
     return kind.__module__.partition(".")[0] not in ("torch", "typing", "abc", "builtins")
-
-
-def _publishes(module: torch.nn.Module) -> bool:
-    """It gives its rank's own by itself."""
-    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 
 
 def _is_wrapper(module: torch.nn.Module) -> bool:

@@ -73,9 +73,12 @@ class Job:
 @pytest.mark.parametrize("how", [write, silently])
 def test_what_the_first_window_writes_is_put_back_from_the_second_on(how: Callable[[torch.Tensor], None]) -> None:
     job = Job()
+    assert not job.kept.has_copy(job.weight)
     assert job.window(lambda: how(job.weight)) == ["model.0.weight"]
     before = job.weight.detach().clone()
     job.kept.begin({})
+    assert job.kept.has_copy(job.weight)
+    assert not job.kept.has_copy(job.model.bias)
     how(job.weight)
     job.kept.cut()
     how(job.weight)

@@ -406,6 +406,10 @@ class KeptState:
                 there = models[index][name]
                 models[index][name] = placed_like(there, copy) if is_sharded(there) else copy
 
+    def has_copy(self, parameter: torch.Tensor) -> bool:
+        """Whether this window would put it back, however often its bodies have written it."""
+        return any(each.tensor is parameter and each.place.key in self._copies for each in self._watched)
+
     def kept_states(self) -> dict[str, Any]:
         """Of the user's states, those that are kept."""
         return {state.name: state.kept for state in self.states if state.kept is not None}

@@ -23,7 +23,9 @@ _STRIDE = 2654435761
 """A prime, so that one day each word of a parameter is looked at, in no order."""
 
 
-class _Sample(NamedTuple):
+class Sample(NamedTuple):
+    """A word of a parameter, and where it lies."""
+
     name: str
     parameter: torch.nn.Parameter
     offset: int
@@ -40,7 +42,7 @@ class Samples:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and _size(parameter) >= _WORD_BYTES
         ]
-        self._taken: list[_Sample] = []
+        self._taken: list[Sample] = []
         self._turn = 0
 
     def take(self) -> None:
@@ -54,14 +56,11 @@ class Samples:
             offset = round_number * _STRIDE % words * _WORD_BYTES
             value = _word(parameter, offset)
             if value is not None:
-                self._taken.append(_Sample(name, parameter, offset, value))
+                self._taken.append(Sample(name, parameter, offset, value))
 
-    def changed(self) -> str:
-        """The name of a parameter that is not any more what it was when ``take`` was called; empty if none was seen."""
-        for name, parameter, offset, value in self._taken:
-            if _word(parameter, offset) != value:
-                return name
-        return ""
+    def changed(self) -> Sample | None:
+        """Of a parameter that is not any more what it was when ``take`` was called; None if none was seen."""
+        return next((each for each in self._taken if _word(each.parameter, each.offset) != each.value), None)
 
 
 def _size(parameter: torch.nn.Parameter) -> int:

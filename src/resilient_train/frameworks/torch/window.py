@@ -212,7 +212,8 @@ class TorchWindow:
         self._state.kept.forget()
 
     def changed_unasked(self) -> str:
-        return self._samples.changed()
+        found = self._samples.changed()
+        return "" if found is None or self._state.kept.has_copy(found.parameter) else found.name
 
     def settled(self) -> list[tuple[object, frozenset[str]]]:
         return self._state.kept.settled()

@@ -4,6 +4,8 @@ import fcntl
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +33,7 @@ from resilient_train.state.checkpoint import segments
 from resilient_train.state.checkpoint.draft import CheckpointDraft
 from resilient_train.state.checkpoint.files import write_image
 from resilient_train.state.checkpoint.manifest import folder_name, parse_name
-from resilient_train.state.checkpoint.restore import read_checkpoint
+from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.checkpoint.verify import verify
 from resilient_train.state.image import plan_image
@@ -244,3 +246,13 @@ def test_memory_that_is_not_aligned_goes_through_the_page_cache(tmp_path: Path) 
     write_image(tmp_path / "file", odd, plan.total_bytes)
     assert (tmp_path / "file").read_bytes() == odd[: plan.total_bytes]
     assert rows(CUT["model.0.weight"][1][0], 2, 0) == slice(0, 4)
+
+
+def test_buffers_may_be_each_ranks_own_where_a_model_is_divided_anew() -> None:
+    """Nothing else that is not divided may, or one rank's would be taken for all."""
+    held = {"buffers.0.1.mean@0": b"1", "buffers.0.1.mean@1": b"2", "extra.ema@0": b"3", "extra.ema@1": b"3"}
+    tree = lambda group: SimpleNamespace(names=[name for name in held if name.endswith(f"@{group}")])
+    checkpoint: Any = SimpleNamespace(tree=tree, _whole=held.__getitem__)
+    assert Checkpoint.differing(checkpoint, [0, 1]) == ""
+    held["extra.ema@1"] = b"4"
+    assert Checkpoint.differing(checkpoint, [0, 1]) == "'extra.ema@0'"

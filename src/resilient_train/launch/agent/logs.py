@@ -31,10 +31,11 @@ class Streams(NamedTuple):
 
 
 class _Follower:
-    """One log file being shown."""
+    """One log file being shown, from its end: runs before this one in the same directory have shown the rest."""
 
     def __init__(self, path: Path, target: Console, prefix: bytes) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        os.lseek(self._descriptor, 0, os.SEEK_END)
         self._target = target
         self._prefix = prefix
         self._partial = b""

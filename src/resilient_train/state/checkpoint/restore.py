@@ -20,6 +20,7 @@ from resilient_train.state.image import Header
 from resilient_train.state.sharding import Piece
 
 _COPY = re.compile(r"@\d+$")
+_BUFFERS = "buffers."
 
 
 class Checkpoint:
@@ -47,7 +48,7 @@ class Checkpoint:
 
     def differing(self, groups: Sequence[int]) -> str:
         """The tensor that is not the same in these replica groups, so that none of them could go on from another's;
-        empty if all are. Their trees are of one state.
+        empty if all are. Their trees are of one state. Buffers may be each rank's own, and are taken from the first one.
 
         Each of them has saved its own of what is not divided among them, under a name with its number behind an ``@``;
         so it is with the copies of what is divided. Raises CheckpointError.
@@ -55,7 +56,8 @@ class Checkpoint:
         copies: dict[str, dict[str, None]] = {}
         for group in groups:
             for name in self.tree(group).names:
-                copies.setdefault(_COPY.sub("", name), {})[name] = None
+                if not name.startswith(_BUFFERS):
+                    copies.setdefault(_COPY.sub("", name), {})[name] = None
         for names in copies.values():
             if len(names) > 1 and len({self._whole(name) for name in names}) > 1:
                 return repr(next(iter(names)))

@@ -781,8 +781,8 @@ class Window(Protocol):
         ...
 
     def changed_unasked(self) -> str:
-        """The name of a parameter that has changed since ``begin`` without an update, and that ``rollback`` does not put
-        back; empty if none was seen. A look at a few words, other ones for each window.
+        """The name of a parameter that has changed since ``begin`` without an update, and which ``rollback`` leaves
+        so; empty if none was seen. A look at a few words, other ones for each window.
         """
         ...
 

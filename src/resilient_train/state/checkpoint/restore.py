@@ -48,7 +48,7 @@ class Checkpoint:
 
     def differing(self, groups: Sequence[int]) -> str:
         """The tensor that is not the same in these replica groups, so that none of them could go on from another's;
-        empty if all are. Their trees are of one state. Buffers may be each rank's own, and are taken from the first one.
+        empty if all are. Their trees are of one state. Buffers may be each rank's own: the first one's are taken.
 
         Each of them has saved its own of what is not divided among them, under a name with its number behind an ``@``;
         so it is with the copies of what is divided. Raises CheckpointError.

@@ -131,8 +131,9 @@ def test_a_step_that_is_computed_twice_keeps_all(tmp_path: Path, undisturbed_of:
     assert run.ends() == plain.ends(), run.explain()
 
 
-def test_a_samplers_place_that_is_said_to_be_shared_is_refused(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "written_early.py", "sampler", ranks=2)
+@pytest.mark.parametrize(("what", "step"), [("sampler", 0), ("sampler+passes", 6)])
+def test_a_samplers_place_that_is_said_to_be_shared_is_refused(tmp_path: Path, what: str, step: int) -> None:
+    run = launch(tmp_path / "run", "written_early.py", what, ranks=2)
     assert run.code == 1, run.explain()
-    assert "state['places'] was changed while the batch of step 0 was loaded" in run.err
+    assert f"state['places'] was changed while the batch of step {step} was loaded" in run.err
     assert "Session(rank_state={'places': ...})" in run.err

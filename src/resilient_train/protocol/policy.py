@@ -48,7 +48,8 @@ def why_give_up(policy: Policy, *, used: int, lost: int, stuck: int, goes_back: 
     if not policy.replace and not goes_back:
         return "replacing lost ranks is switched off (MS_ENABLE_TFT has no ARF:1)"
     if used + lost > policy.max_restarts:
-        return f"--max-restarts {policy.max_restarts} is used up (ranks were replaced {used} times before this fault)"
+        before = f"ranks were replaced, or all started again, {used} times before this fault"
+        return f"--max-restarts {policy.max_restarts} is used up ({before})"
     if stuck >= policy.max_stuck:
         return f"it died {stuck} times in a row without one committed update in between"
     return ""

@@ -842,7 +842,8 @@ class Driver:
                 f"step {self._rank.number}: in a step that runs again they are set as they were, so to compute it once "
                 "more (RESILIENT_VERIFY_EVERY, TRE) would not find a wrong result out; write them in the body"
             )
-        looks = self._batches.first and not again
+        moves = self._batches.first or (bool(self._objects.extra) and self._cursor.begins_pass())
+        looks = moves and not again
         before = self._steady() if looks else {}
         with self._engine.collectives.loading():
             same = self._batches.draw(place, whole=whole)

@@ -148,6 +148,15 @@ class Cursor:
         """Pass over the data, and the number of its next batch."""
         return self._epoch, self._index
 
+    def begins_pass(self) -> bool:
+        """Whether the next batch is the first one of a pass, as far as the loader knows how many there are."""
+        if self.loader is None:
+            return False
+        try:
+            return self._index == 0 or self._index >= len(self.loader)
+        except TypeError:  # it has no length
+            return False
+
     def position(self) -> DataPosition:
         """The position before the next batch."""
         if self.loader is None:

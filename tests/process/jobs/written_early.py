@@ -7,7 +7,7 @@ an average, too large to be copied at each step for nothing, is updated between 
 of the loop. ``rarely``: as ``momentum``, but in one step only. ``replaced``: as ``momentum``, with a new parameter in
 the place of the old one. ``decay``: the parameters are made smaller behind ``with step:``. ``array``: a NumPy array
 counts. ``groups``: the bias is given to the optimizer at the top of step 6. ``sampler``: the place in the data is in
-``state=``; ``accumulate``: it is the rank's own, and two steps make an update. Several (``silent+counter``) are one
+``state=``; ``sampler+passes``: it moves from the second pass on alone; ``accumulate``: it is the rank's own, and two steps make an update. Several (``silent+counter``) are one
 loop that changes all of that.
 """
 
@@ -98,6 +98,19 @@ class Places:
         self.place = state["place"]
 
 
+class Passes(Places):
+    """Each pass but the first one is of other samples."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.place += epoch
+
+    def __iter__(self):
+        return iter(range(self.place, self.place + 24))
+
+    def __len__(self) -> int:
+        return 24
+
+
 class Data(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.randn(40, generator=torch.Generator().manual_seed(2 * index + rank))
@@ -132,7 +145,7 @@ model = DistributedDataParallel(core)
 trained = list(core.encoder.parameters())
 optimizer = torch.optim.AdamW(trained[:1] if "groups" in WHAT else trained, lr=1e-2)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-counter, average, places = Counter(), Average(core), Places()
+counter, average, places = Counter(), Average(core), Passes() if "passes" in WHAT else Places()
 loader = torch.utils.data.DataLoader(Data(), batch_size=4, sampler=places)
 samples = {"loader": loader} if {"sampler", "accumulate"} & {*WHAT} else {}
 more = {"places": places} if "sampler" in WHAT else {}

@@ -157,8 +157,9 @@ class Flowing:
         if self._now and len(self._read) == _IN_A_ROW - 1 and self._is_dropped():
             raise UsageError(
                 "gradients are computed from what the step before has written, and is not registered: "
-                f"{' and '.join(sorted(set(self._now.values()))[:_TOLD])}. {_ELSE}. Keep what flows into the next step "
-                "in rt.Carried, or make it anew in each step (docs/how-to/load-data.md)"
+                f"{' and '.join(sorted(set(self._now.values()))[:_TOLD])}. {_ELSE}. Register what holds it "
+                "(a GradScaler: scaler=), keep it in rt.Carried, or make it anew in each step "
+                "(docs/how-to/load-data.md)"
             )
         if thing := self._moving.often(_IN_A_ROW):
             raise UsageError(

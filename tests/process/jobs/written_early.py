@@ -7,8 +7,8 @@ an average, too large to be copied at each step for nothing, is updated between 
 of the loop. ``rarely``: as ``momentum``, but in one step only. ``replaced``: as ``momentum``, with a new parameter in
 the place of the old one. ``decay``: the parameters are made smaller behind ``with step:``. ``array``: a NumPy array
 counts. ``groups``: the bias is given to the optimizer at the top of step 6. ``sampler``: the place in the data is in
-``state=``; ``sampler+passes``: it moves from the second pass on alone; ``accumulate``: it is the rank's own, and two steps make an update. Several (``silent+counter``) are one
-loop that changes all of that.
+``state=``; ``sampler+passes``: it moves from the second pass on alone; ``accumulate``: it is the rank's own, and two
+steps make an update. Several (``silent+counter``) are one loop that changes all of that.
 """
 
 import argparse

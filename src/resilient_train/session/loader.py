@@ -99,8 +99,9 @@ class Cursor:
         """See ``DataPosition``; None: no pass has begun, and the loader is as the script has made it."""
         self._generators = _generators_of(loader)
         self._epoch_generators = b""
-        """Their states when the pass began; those when it was told of last."""
+        """Their states when the pass began, and ..."""
         self._told_states = b""
+        """... when its place was told last."""
         self._order = order
         self._before: dict[str, bytes] = {}
         """What it may draw from, when the pass began, as long as it has given no batch."""
@@ -154,7 +155,7 @@ class Cursor:
             return False
         try:
             return self._index == 0 or self._index >= len(self.loader)
-        except TypeError:  # it has no length
+        except (TypeError, NotImplementedError):  # it has no length
             return False
 
     def position(self) -> DataPosition:
@@ -297,9 +298,11 @@ class Cursor:
         entries = _if_told(self._entries) if forked.entries else self._own_now()
         if self._order is not None:
             self._order.restore(forked.entries)
-        self._set_epoch_of_data(forked.epoch)
+        if forked.epoch != self._epoch:
+            self._set_epoch_of_data(forked.epoch)
         iter(loader)
-        self._set_epoch_of_data(self._epoch)
+        if forked.epoch != self._epoch:
+            self._set_epoch_of_data(self._epoch)
         self._data.restore_random_state(now)
         if states:
             self._data.restore_states(self._generators, states)

@@ -196,7 +196,7 @@ class Flowing:
 def _given_by(part: torch.nn.Module) -> list[Any]:
     """What a module publishes; and all that it has itself, unless that is numbers alone: it may give copies."""
     given = part.get_extra_state()
-    return [given, *(value for name, value in vars(part).items() if name != "_modules" and not _is_plain(given))]
+    return [given] if _is_plain(given) else [given, *(each for name, each in vars(part).items() if name != "_modules")]
 
 
 def _is_plain(given: Any) -> bool:

@@ -89,7 +89,7 @@ def _around(loader: Any) -> Iterator[Any]:
         if forks or issubclass(kind, IterableDataset):
             return _read_too(each)
         if issubclass(kind, Dataset) or any(each is it for it in makers):
-            return _counted_by(each)
+            return _counted_by(each) or None
         return _read_too(each)
 
     return walk([loader], step)
@@ -104,11 +104,8 @@ def _counted_by(data_set: Any) -> list[Any]:
         name = waiting.pop()
         if name in own:
             value = own[name]
-            found += (
-                ()
-                if _is_values(value) or (isinstance(value, (list, tuple)) and all(map(_is_values, value)))
-                else [value]
-            )
+            if not all(map(_is_values, value if isinstance(value, (list, tuple)) else [value])):
+                found.append(value)
         elif name in methods and name not in seen:
             found += _read_by(methods[name]) or ()
             waiting += methods[name].__code__.co_names

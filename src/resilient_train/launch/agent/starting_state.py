@@ -148,13 +148,15 @@ class StartingState:
             if not stored.unreadable and seen.at_rest:
                 self._states.wrong_stored = None  # it was set aside; else that is tried again, see CheckpointRequests
             return ""
+        if why := self._states.why_not_anew():
+            return why
         if stored.skipped:
             path, reason = stored.skipped[0]
             return (
                 f"none of the {len(stored.skipped)} checkpoints in {self._folder} can be gone on from ({path}: "
                 f"{reason}): mend one, or take them all out to begin anew"
             )
-        return self._states.why_not_anew() or ("nothing is saved" if needed and not self._snapshots.wanted else "")
+        return "nothing is saved" if needed and not self._snapshots.wanted else ""
 
     def _tell_unanswered(self, seen: _Seen, told: set[str]) -> None:
         """Each once: ``told``."""

@@ -181,6 +181,8 @@ class WrittenEarly(NamedTuple):
     names: list[str]
     kept_bytes: int
     """Of all that is copied for each window."""
+    lost: str = ""
+    """What it writes there besides, and nothing puts back."""
 
 
 class StateMark(NamedTuple):

@@ -911,6 +911,15 @@ class Driver:
             )
         if found is None:
             return
+        if found.lost:
+            self._event("written_early", {"names": [found.lost], "lost": True})
+            self._tell(
+                f"step {self._number} wrote what {found.lost} keeps before its update, and nothing puts that back: a "
+                "step that runs again writes it twice; write it behind the update (docs/how-to/loops.md, State that is "
+                "written before the update)"
+            )
+        if not found.names:
+            return
         self._event("written_early", {"names": found.names, "bytes": found.kept_bytes})
         more = f" and {len(found.names) - 1} more" if len(found.names) > 1 else ""
         self._tell(

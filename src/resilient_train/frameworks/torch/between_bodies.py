@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,8 @@ from resilient_train.frameworks.torch.kept_state import (
     digest_of_host,
     whose_memory,
 )
-from resilient_train.frameworks.torch.leaves import is_sharded, local, version_of
+from resilient_train.frameworks.torch.leaves import is_sharded, local
+from resilient_train.frameworks.torch.optimizer_states import OptimizerState
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
 from resilient_train.frameworks.torch.watched_state import marks_in
@@ -63,7 +64,7 @@ class BetweenBodies:
         self._before: dict[int, list[Put]] = {}
         """By the place of a body: what sets again what was changed before it."""
         self._wrote_tensors = False
-        self._optimizers_found: list[_OptimizerState] = []
+        self._optimizers_found: list[OptimizerState] = []
 
     def left(self, place: int) -> None:
         self._left, self._next = ([part.mark() for part in self._parts], self._tensors.seen()), place + 1
@@ -97,36 +98,11 @@ class BetweenBodies:
     def head_is_repeated(self) -> None:
         for wrapper, reduces in self._made:
             wrapper.require_backward_grad_sync = reduces
-        self._optimizers_found = [*map(_OptimizerState.of, self._optimizers)]
+        self._optimizers_found = [*map(OptimizerState.of, self._optimizers)]
 
     def written_in_head(self) -> str:
         pairs = enumerate(zip(self._optimizers, self._optimizers_found, strict=True))
         return next((f"optimizer.{i}" for i, (each, was) in pairs if not was.is_of(each)), "")
-
-
-class _OptimizerState(NamedTuple):
-    """Its tensors, and which version of each."""
-
-    tensors: list[torch.Tensor]
-    versions: list[int]
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> _OptimizerState:
-        tensors = [*_tensors_of(optimizer)]
-        return cls(tensors, [*map(version_of, tensors)])
-
-    def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        now = _OptimizerState.of(optimizer)
-        as_many = len(now.tensors) == len(self.tensors)
-        return as_many and all(map(operator.is_, now.tensors, self.tensors)) and now.versions == self.versions
-
-
-def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """What it keeps beside its parameters."""
-    for entry in optimizer.state.values():
-        for each in entry.values() if isinstance(entry, Mapping) else ():
-            if isinstance(each, torch.Tensor):
-                yield each
 
 
 def _kept(held: Callable[[], Any], put: Callable[[Any], object]) -> Callable[[], Put]:

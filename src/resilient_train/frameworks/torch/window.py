@@ -25,6 +25,7 @@ from resilient_train.frameworks.torch.containers import copy_tree
 from resilient_train.frameworks.torch.flowing import Flowing
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
+from resilient_train.frameworks.torch.optimizer_states import WrittenStates
 from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
@@ -69,6 +70,7 @@ class TorchWindow:
         self._state = state
         self._rank_state = rank_state
         self._samples = Samples(objects.models)
+        self._states = WrittenStates(objects.optimizers)
         self._buckets = Buckets(objects.models)
         self._carried_gradients = CarriedGradients(objects.models)
         self._flowing = Flowing(objects)
@@ -166,6 +168,7 @@ class TorchWindow:
         self._running.clear()  # a step that was under way may have been left by an exception
         self._asked = None
         self._samples.take()
+        self._states.begin()
         self._undo = None
         self._rank_state.buffers.look(closely=self._state.kept.looks_closely)
         self._rank_state.keep()
@@ -233,7 +236,8 @@ class TorchWindow:
         self._rank_state.buffers.look(closely=self._state.kept.looks_closely)
         if not self._buckets.known:
             self._buckets.recorded(update)
-        return self._state.kept.found()
+        found, lost = self._state.kept.found(), self._states.written()
+        return (found or WrittenEarly([], 0))._replace(lost=lost) if lost else found
 
     def layout(self, *, within: bool = False) -> bytes:
         history, kept = self._buckets.layout(), self._state.kept

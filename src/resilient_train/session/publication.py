@@ -44,6 +44,8 @@ class Publication:
         """The last update that was begun, with these random numbers, and with this that the rank alone had. Its first
         batch is not drawn yet: that is no tail's doing.
         """
+        self._tails_draw = False
+        """See ``Published``."""
         self.behind: tuple[str, ...] = ()
         """What the tail that this process takes up may have written, and is as it was before it."""
 
@@ -55,11 +57,13 @@ class Publication:
         """
         position = self._cursor.position()
         own, random = self._rank_state.packed(), self._data.random_state()
+        numbers = random + self._cursor.states()
         if ahead:
-            self._before_tail[commits] = own, random + self._cursor.states()
+            self._before_tail[commits] = own, numbers
             self._before_tail.pop(commits - 2, None)
         else:
-            self._begun = commits, random + self._cursor.states(), own
+            self._begun = commits, numbers, own
+            self._tails_draw |= self._before_tail.get(commits, (own, numbers))[1] != numbers
         parts = commits, number, random, position, own, called
         if parts == self._newest:
             return
@@ -81,6 +85,7 @@ class Publication:
                 position.drawn_from,
                 ahead,
                 headed,
+                self._tails_draw,
             )
         )
         self._link.peers.publish(commits, payload)
@@ -107,7 +112,8 @@ class Publication:
         held = read(payload)
         before = held.rank if held.ahead or not tail.before else tail.before
         self._begun = -1, b"", b""
-        lost = tail if held.ahead else NOTHING_WRITTEN
+        lost = tail._replace(drawn=tail.drawn or held.tails_draw) if held.ahead else NOTHING_WRITTEN
+        self._tails_draw = held.tails_draw
         # Before the loader: its order, and its workers, may come of it.
         self.behind = self._rank_state.restore(held.rank, lost) + (_DRAWN if lost.drawn else ())
         self._cursor.load(

@@ -37,6 +37,8 @@ class Published(msgspec.Struct, array_like=True):
     """When the update before was not applied yet: what its tail writes is not in here."""
     headed: bool = False
     """Whether the state that goes with it holds what a loop of calls does in front of the step's call."""
+    tails_draw: bool = False
+    """Whether a tail of this rank's has drawn random numbers: rank 0's alone, say, which evaluates now and then."""
 
 
 def read(payload: bytes) -> Published:

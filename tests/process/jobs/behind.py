@@ -1,5 +1,6 @@
 """What a cut body meets: code behind it uses one of its names (``unbound``), or its cut is swallowed (``swallows``).
-And what it leaves to the tail: modules of which all ranks have the same are written there (``written``).
+And what it leaves to the tail: modules of which all ranks have the same are written there (``written``);
+or rank 0 alone draws random numbers in each second one (``evaluates``).
 """
 
 import argparse
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import resilient_train as rt
 
 parser = argparse.ArgumentParser()
-parser.add_argument("kind", choices=("unbound", "swallows", "written"))
+parser.add_argument("kind", choices=("unbound", "swallows", "written", "evaluates"))
 parser.add_argument("steps", type=int)
 asked = parser.parse_args()
 
@@ -89,6 +90,8 @@ with rt.Session(model=model, optimizer=optimizer) as session:
             optimizer.zero_grad()
             if asked.kind == "written":
                 routed.write(load, step.number)
+            if asked.kind == "evaluates" and step.number % 2 and dist.get_rank() == 0:
+                torch.rand(3)
         if asked.kind == "unbound":
             assert loss.item() >= 0
             assert norm.item() >= 0

@@ -17,7 +17,7 @@ from typing import Any
 from common import finish, launcher, started
 
 PACKAGE = str(Path(__file__).parents[1] / "src" / "resilient_train") + os.sep
-HEALTHY, HIT, STEPS = 10, 20, 25
+HEALTHY, HIT, STEPS = 20, 24, 29
 
 
 def main() -> None:

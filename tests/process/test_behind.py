@@ -23,10 +23,11 @@ def test_a_name_that_the_cut_body_had_not_bound(tmp_path: Path, undisturbed_of: 
 
 def test_a_rank_that_alone_draws_behind_its_updates_is_told_of(tmp_path: Path) -> None:
     """No replica's tail says so. That it draws now and then it has said itself, before it was lost."""
-    plan = "kill rank=0 step=1 phase=APPLIED at=end; kill rank=0 step=7 phase=APPLIED at=start incarnation=1"
+    plan = "kill rank=0 step=1 phase=APPLIED at=end; kill rank=0 step=5 phase=COMPUTE at=start incarnation=1; "
+    plan += "kill rank=0 step=7 phase=APPLIED at=start incarnation=2"
     run = launch(tmp_path / "run", "behind.py", "evaluates", "10", ranks=2, flags=("--faults", plan))
     assert run.code == 0, run.explain()
-    assert run.recoveries() == 2, run.explain()
+    assert run.recoveries() == 3, run.explain()
     assert [event["detail"] for event in run.of("tail_lost")] == [{"next": 8, "names": ["random numbers"]}]
 
 

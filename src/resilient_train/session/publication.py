@@ -64,7 +64,8 @@ class Publication:
         else:
             self._begun = commits, numbers, own
             self._tails_draw |= self._before_tail.get(commits, (own, numbers))[1] != numbers
-        parts = commits, number, random, position, own, called
+        # Where tails draw, it counts that this one has not.
+        parts = commits, number, random, position, own, called, ahead and self._tails_draw
         if parts == self._newest:
             return
         payload = self._encoder.encode(

@@ -73,7 +73,8 @@ def moves_when_used(value: Any) -> bool:
 
 def counts_for_itself(value: Any) -> bool:
     """A metric of torchmetrics, by what it has: its states as they begin, and which of them ``state_dict()`` gives."""
-    begins, gives = held(value, "_defaults"), held(value, "_persistent")
+    own = attributes_of(value)
+    begins, gives = own.get("_defaults"), own.get("_persistent")
     return type(begins) is type(gives) is dict and begins.keys() == gives.keys()
 
 

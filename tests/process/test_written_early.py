@@ -121,6 +121,15 @@ def test_kill_before_a_replacement_has_seen_a_whole_step(tmp_path: Path, undistu
     assert_identical(run, reference, ranks=2, recoveries=2)
 
 
+@pytest.mark.parametrize("variant", ["early+two+undo", "gan", "two+before"])
+def test_what_optimizers_write_themselves_is_no_bodys_doing(tmp_path: Path, variant: str) -> None:
+    """Also where one of them has written before another one's gradients are there."""
+    plan = "kill rank=1 step=4 phase=COMPUTE at=backward"
+    run = launch(tmp_path / "run", "train.py", "--steps", "8", "--variant", variant, ranks=2, flags=("--faults", plan))
+    assert run.code == 0, run.explain()
+    assert not [event for event in run.of("written_early") if event["detail"].get("lost")], run.explain()
+
+
 def test_a_step_that_is_computed_twice_keeps_all(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """So that to look whether a device computes rightly takes nothing away from a job."""
     plain = undisturbed_of("written_early.py", "rarely", ranks=2)

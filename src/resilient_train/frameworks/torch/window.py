@@ -208,7 +208,7 @@ class TorchWindow:
         if self._undo is None:
             self._state.kept.seal()
             self._undo = copy_tree(self._state.tree())
-        return self._state.kept.found()
+        return self._found_early()
 
     def forget(self) -> None:
         self._start = self._undo = None
@@ -236,6 +236,10 @@ class TorchWindow:
         self._rank_state.buffers.look(closely=self._state.kept.looks_closely)
         if not self._buckets.known:
             self._buckets.recorded(update)
+        return self._found_early()
+
+    def _found_early(self) -> WrittenEarly | None:
+        """Asked before the first optimizer of the window writes; with ``undo`` once more when the last one has."""
         found, lost = self._state.kept.found(), self._states.written()
         return (found or WrittenEarly([], 0))._replace(lost=lost) if lost else found
 

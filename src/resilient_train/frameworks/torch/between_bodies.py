@@ -27,7 +27,7 @@ from resilient_train.frameworks.torch.kept_state import (
     whose_memory,
 )
 from resilient_train.frameworks.torch.leaves import is_sharded, local
-from resilient_train.frameworks.torch.optimizer_states import OptimizerState
+from resilient_train.frameworks.torch.optimizer_states import OptimizerState, first_written
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
 from resilient_train.frameworks.torch.watched_state import marks_in
@@ -101,8 +101,7 @@ class BetweenBodies:
         self._optimizers_found = [*map(OptimizerState.of, self._optimizers)]
 
     def written_in_head(self) -> str:
-        pairs = enumerate(zip(self._optimizers, self._optimizers_found, strict=True))
-        return next((f"optimizer.{i}" for i, (each, was) in pairs if not was.is_of(each)), "")
+        return first_written(self._optimizers, self._optimizers_found)
 
 
 def _kept(held: Callable[[], Any], put: Callable[[Any], object]) -> Callable[[], Put]:

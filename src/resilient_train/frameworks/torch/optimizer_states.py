@@ -33,6 +33,12 @@ class OptimizerState(NamedTuple):
         return as_many and all(map(operator.is_, now.tensors, self.tensors)) and now.versions == self.versions
 
 
+def first_written(optimizers: Sequence[torch.optim.Optimizer], found: Sequence[OptimizerState]) -> str:
+    """The name of the first that has other state than was ``found``; empty: none."""
+    pairs = enumerate(zip(optimizers, found, strict=True))
+    return next((f"optimizer.{index}" for index, (each, was) in pairs if not was.is_of(each)), "")
+
+
 class WrittenStates:
     """Tells, once, that bodies write them: a momentum that they halve is halved twice in a step that runs again."""
 
@@ -51,8 +57,7 @@ class WrittenStates:
     def written(self) -> str:
         """The bodies have come to their end: what they have written; empty: nothing that was seen."""
         found, self._found = self._found, []
-        pairs = enumerate(zip(self._optimizers, found, strict=False))
-        name = next((f"optimizer.{index}" for index, (each, was) in pairs if not was.is_of(each)), "")
+        name = first_written(self._optimizers, found) if found else ""
         self._told = self._told or bool(name)
         return name
 

@@ -167,11 +167,11 @@ class Cursor:
         return DataPosition(*place, self._last, self._drawn_from)
 
     def _told_of_pass(self) -> bytes:
-        now = self._states()
+        before, self._told_states = self._told_states, self._states()
+        now = self._told_states
         if self._stateful and self._index:
             return self._pack(self.loader.state_dict(), self._epoch_generators, now, self._drawn_by)
-        if self._packed is None or now != self._told_states:  # another loader draws from it, say that of an evaluation
-            self._told_states = now
+        if self._packed is None or now != before:  # another loader draws from it, say that of an evaluation
             self._packed = self._pack(None, self._epoch_generators, now, self._drawn_by)
         return self._packed
 
@@ -179,11 +179,15 @@ class Cursor:
         """Those of the loader's own generators, as they are now. Empty where it has none, or keeps its place itself."""
         return b"" if self._stateful else self._states()
 
+    def told_states(self) -> bytes:
+        """The same, as the newest ``position`` has them."""
+        return b"" if self._stateful else self._told_states
+
     def _states(self) -> bytes:
         return self._data.states(self._generators) if self._generators else b""
 
     def _told_of_next_pass(self) -> bytes:
-        now = self._states()
+        now = self._told_states = self._states()
         return self._pack(None, now, now, {})
 
     def _pack(self, inner: Any, generators: bytes, now: bytes, drawn_by: dict[str, bytes]) -> bytes:

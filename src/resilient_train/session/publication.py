@@ -57,7 +57,7 @@ class Publication:
         """
         position = self._cursor.position()
         own, random = self._rank_state.packed(), self._data.random_state()
-        numbers = random + self._cursor.states()
+        numbers = random + self._cursor.told_states()
         if ahead:
             self._before_tail[commits] = own, numbers
             self._before_tail.pop(commits - 2, None)

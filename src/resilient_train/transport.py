@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -127,6 +128,7 @@ class Wire(Generic[Received]):
         self._frames = FrameBuffer()
         self._ready: list[Received] = []
         self._descriptors: list[int] = []
+        self._no_room = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
 
@@ -155,18 +157,24 @@ class Wire(Generic[Received]):
         return self._ready.pop(0)
 
     def take_descriptors(self, count: int) -> list[int]:
-        """The descriptors that came with the last frames, oldest first; the caller owns them."""
+        """The descriptors that came with the last frames, oldest first; the caller owns them. Raises OSError where this
+        process had no room for them.
+        """
         if len(self._descriptors) < count:
+            if self._no_room:
+                self._no_room = False
+                raise OSError(errno.EMFILE, f"no room for {count} descriptors that were sent")
             raise ProtocolError(f"expected {count} descriptors, got {len(self._descriptors)}")
         taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
         return taken
 
     def _read(self) -> None:
         try:
-            data, descriptors = receive(self._socket)
+            data, descriptors, whole = receive(self._socket)
         except OSError as error:
             raise self._lost(f"is gone ({error})") from None
         self._descriptors += descriptors
+        self._no_room |= not whole
         if not data:
             raise self._lost("closed the connection")
         for body in self._frames.feed(data):
@@ -181,18 +189,29 @@ class Wire(Generic[Received]):
                 os.close(self._descriptors.pop())
 
 
-def receive(endpoint: socket.socket) -> tuple[bytes, list[int]]:
-    """What is there to read, with its descriptors, which no program that this process starts inherits.
+def receive(endpoint: socket.socket) -> tuple[bytes, list[int], bool]:
+    """What is there to read, with its descriptors, which no program that this process starts inherits; and whether this
+    process had room for them. Where it had not, none are handed on: the kernel gives as many as there is room for, and
+    those could be taken for others.
 
     Not ``socket.recv_fds``: Python 3.11's does not pass its flags on.
     """
     room = socket.CMSG_LEN(_MAX_DESCRIPTORS * array.array("i").itemsize)
-    data, ancillary, _, _ = endpoint.recvmsg(1 << 18, room, socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = endpoint.recvmsg(1 << 18, room, socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i")
     for level, kind, packed in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(packed[: len(packed) - len(packed) % descriptors.itemsize])
-    return data, descriptors.tolist()
+    if flags & socket.MSG_CTRUNC:
+        close_all(descriptors)
+        return data, [], False
+    return data, descriptors.tolist(), True
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Closes each."""
+    for each in descriptors:
+        os.close(each)
 
 
 def listen(path: Path) -> socket.socket:

@@ -23,6 +23,7 @@ from resilient_train.transport import (
     FrameBuffer,
     Peer,
     Received,
+    close_all,
     decode,
     encode,
     listen,
@@ -112,7 +113,7 @@ class Connection(Generic[Received]):
             sent = self._write(rest, descriptors)
             self._waiting_bytes -= sent
             if sent:
-                _close(descriptors)
+                close_all(descriptors)
             if sent < len(rest):
                 self._outgoing.appendleft((rest[sent:], [] if sent else descriptors))
                 return
@@ -141,7 +142,7 @@ class Connection(Generic[Received]):
     def receive(self) -> list[Received] | None:
         """The frames that are there; None when the peer has hung up. Raises ProtocolError for foreign bytes."""
         try:
-            data, descriptors = receive(self._socket)
+            data, descriptors, _ = receive(self._socket)
         except BlockingIOError:
             return []
         except OSError:
@@ -159,7 +160,7 @@ class Connection(Generic[Received]):
 
     def refuse_descriptors(self) -> None:
         """Closes what has come along and nobody asked for."""
-        _close(self._descriptors)
+        close_all(self._descriptors)
         self._descriptors = []
 
     def close(self) -> None:
@@ -171,13 +172,8 @@ class Connection(Generic[Received]):
             self._socket.close()
             self.refuse_descriptors()
             for _, descriptors in self._outgoing:
-                _close(descriptors)
+                close_all(descriptors)
             self._outgoing.clear()
-
-
-def _close(descriptors: Sequence[int]) -> None:
-    for each in descriptors:
-        os.close(each)
 
 
 class Server(Generic[Received]):

@@ -1,6 +1,7 @@
 """Frames: whatever the bytes, a whole frame or a ProtocolError; over a real socket pair where descriptors travel."""
 
 import os
+import resource
 import signal
 import socket
 import struct
@@ -196,6 +197,36 @@ def test_descriptors(ends: tuple[Channel, socket.socket], tmp_path: Path) -> Non
     os.close(descriptor)
     with pytest.raises(ProtocolError, match="expected 1 descriptors, got 0"):
         channel.take_descriptors(1)
+
+
+def test_descriptors_that_this_process_has_no_room_for(ends: tuple[Channel, socket.socket], tmp_path: Path) -> None:
+    """The kernel hands on as many as there is room for: those must not be taken for others, that come later."""
+    channel, agent = ends
+    (tmp_path / "lost").touch()
+    (tmp_path / "given").write_text("content")
+    with (tmp_path / "lost").open() as lost:
+        socket.send_fds(agent, [encode(m.ArenaFrame(1))], [lost.fileno()] * 2)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    fillers = [os.dup(0)]
+    while fillers[-1] <= highest:
+        fillers.append(os.dup(0))
+    os.close(fillers.pop(0))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[-1] + 1, before[1]))
+        assert channel.receive() == m.ArenaFrame(1)
+        with pytest.raises(OSError, match="no room for 2 descriptors that were sent"):
+            channel.take_descriptors(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for each in fillers:
+            os.close(each)
+    with (tmp_path / "given").open() as given:
+        socket.send_fds(agent, [encode(m.ArenaFrame(2))], [given.fileno()])
+    assert channel.receive() == m.ArenaFrame(2)
+    (descriptor,) = channel.take_descriptors(1)
+    assert os.read(descriptor, 100) == b"content"
+    os.close(descriptor)
 
 
 def test_a_closed_agent_is_a_job_that_ended(ends: tuple[Channel, socket.socket]) -> None:

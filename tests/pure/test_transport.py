@@ -207,7 +207,7 @@ def test_descriptors_that_this_process_has_no_room_for(ends: tuple[Channel, sock
     with (tmp_path / "lost").open() as lost:
         socket.send_fds(agent, [encode(m.ArenaFrame(1))], [lost.fileno()] * 2)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(map(int, os.listdir("/proc/self/fd")))
+    highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
     fillers = [os.dup(0)]
     while fillers[-1] <= highest:
         fillers.append(os.dup(0))

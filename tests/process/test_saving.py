@@ -61,9 +61,11 @@ def test_one_rank_without_memory_for_snapshots(run_dir: Path, undisturbed: Refer
 
 
 @pytest.mark.shows("DDP", "no holder left", "back")
-@pytest.mark.parametrize("holder", ["runs", "is stopped"])
+@pytest.mark.parametrize("holder", ["runs", "is stopped", "is lost too"])
 def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Reference, holder: str) -> None:
-    """A holder that does not answer is waited for: to begin anew, or from an older state, may cost days."""
+    """A holder that does not answer is waited for: to begin anew, or from an older state, may cost days. What one that
+    dies with all ranks held, the agent gives to the next.
+    """
     pace = run_dir / "fast"
     with start(command(run_dir, *IN_TIME, "--pace", str(pace))) as process:
         wait_for(run_dir, process, "saved", 2)
@@ -76,12 +78,15 @@ def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Re
         holding = holder_pid(run_dir)
         if holder == "is stopped":
             stop(holding)
+        if holder == "is lost too":
+            end_holder(run_dir)
         os.kill(process.pid, signal.SIGCONT)
         try:
             if holder == "is stopped":
                 wait_for(run_dir, process, "holder_silent")
         finally:  # a stopped process would outlive the test
-            os.kill(holding, signal.SIGCONT)
+            if holder == "is stopped":
+                os.kill(holding, signal.SIGCONT)
         pace.touch()
         out, err = process.communicate(timeout=100)
     run = Run(run_dir, process.returncode, out, err, read_events(run_dir))

@@ -20,6 +20,8 @@ from running import JOBS
 
 from resilient_train._native import Copier, die_with_parent
 from resilient_train.errors import HolderLostError, MemoryLimitError, ProtocolError, VaultError
+from resilient_train.launch.agent.held_snapshots import HeldSnapshots
+from resilient_train.launch.agent.trusted_states import TrustedStates
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
 from resilient_train.state.vault.holder_search import find_holder
 from resilient_train.state.vault.slots import SlotPair, image_digest
@@ -193,6 +195,47 @@ def test_a_killed_holder_is_replaced_and_adopts_what_lives_in_others(rig: Rig) -
     assert (again.identity, newest(second)) == (pair.identity, 3)
     again.close()
     pair.close()
+
+
+def test_an_agent_gives_the_next_holder_what_the_dead_had(rig: Rig) -> None:
+    """Rank and holder are dead. A store that the rank has outgrown goes with the holder's, or it would take up memory
+    for the rest of the job.
+    """
+
+    vault = rig.start()
+    agent = HeldSnapshots(rig.run_dir, 1, TrustedStates(1, 2), lambda: None, lambda _: None)
+    small = vault.reserve(0, IMAGE_BYTES)
+    assert take(small, 1)
+    agent.keep(0, 1)
+    (first,) = agent._kept[0]
+    large = vault.reserve(0, 2 * IMAGE_BYTES)
+    assert take(large, 2)
+    agent.keep(0, 2)
+    assert [each.identity for each in agent._kept[0]] == [large.identity, small.identity]
+    assert take(large, 3)
+    assert eventually(lambda: len(vault.inventory().stores) == 1)
+    agent.keep(0, 3)
+    assert [each.identity for each in agent._kept[0]] == [large.identity]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(first.fd)
+    for pair in (small, large):
+        pair.close()
+    rig.holders[0].kill()
+    rig.holders[0].wait()
+    assert agent.newest() is None
+
+    assert asyncio.run(held_by_the_next(rig, agent)) == 3
+
+
+async def held_by_the_next(rig: Rig, agent: HeldSnapshots) -> int | None:
+    """The newest snapshot of the holder that the agent finds."""
+    await agent.revive()
+    assert agent._process is not None
+    rig.holders.append(agent._process)
+    with contextlib.closing(rig.connect(member=False)) as visitor:
+        found = newest(visitor)
+    agent.let_go()
+    return found
 
 
 def test_a_foreign_descriptor_is_not_adopted(rig: Rig) -> None:

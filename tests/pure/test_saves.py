@@ -237,6 +237,9 @@ def test_ranks_ask_for_a_holder_while_all_start_again(tmp_path: Path, monkeypatc
         def hear(self) -> None:
             pass
 
+        def records(self, _: int) -> list[Any]:
+            return []
+
     async def ask() -> None:
         each, first, second = saves(tmp_path), Ends(), Ends()
 
@@ -351,6 +354,9 @@ class Holding:
     def pin(self, rank: int, sequence: int) -> bool:
         return any(held.sequence == sequence for store in self.stores if store.rank == rank for held in store.snapshots)
 
+    def records(self, _: int) -> list[Any]:
+        return []
+
     def close(self) -> None:
         pass
 
@@ -435,12 +441,13 @@ def test_storage_that_takes_its_time_is_waited_for_where_it_must_be(
     assert each.start.source == Source("storage", 4, "step_4")
 
 
-def test_a_holder_that_does_not_answer_at_the_end(tmp_path: Path) -> None:
+def test_a_holder_that_does_not_answer_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that has finished well stays one that has."""
 
     async def end() -> None:
         with silent_holder() as silent:
             each = saves(tmp_path)
+            monkeypatch.setattr(silent, "records", lambda _: [])
             each._snapshots._keep_to(silent)
             await each.finish(0, failed=False)
             assert each._snapshots.vault is None

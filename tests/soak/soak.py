@@ -260,6 +260,10 @@ def kill_holder(job: Job, _: random.Random) -> bool:
     return bool(pid)
 
 
+def kill_holder_and_rank(job: Job, rng: random.Random) -> bool:
+    return kill_holder(job, rng) and kill(job, rng)
+
+
 def _kill_standing(job: Job, rng: random.Random, *depths: str) -> bool:
     found = job.standing_by(*depths)
     with contextlib.suppress(ProcessLookupError):
@@ -340,6 +344,7 @@ FAULTS: dict[str, tuple[int, Callable[[Job, random.Random], bool]]] = {
     "SIGTERM to the launcher": (2, ask_the_launcher),
     "SIGKILL to the launcher": (2, kill_launcher),
     "SIGKILL to the holder of snapshots": (4, kill_holder),
+    "SIGKILL to the holder of snapshots and a rank": (3, kill_holder_and_rank),
     "SIGKILL to what ranks are forked from": (3, kill_forker),
     "SIGKILL to a standby": (3, kill_standby),
     "the launcher has no descriptors left": (3, no_descriptors),

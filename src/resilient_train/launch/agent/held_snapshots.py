@@ -2,12 +2,16 @@
 
 The agent is a member, for which the holder stays. What it asks in between goes by another connection, as a visitor: by
 that of the member comes what the holder has sent already.
+
+It has a hand on the memory itself: what a dead holder held of dead ranks, which nobody else has open, the next one gets
+from here. That costs no copy, and protects from what a second copy on the same machine would.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
@@ -20,9 +24,11 @@ from resilient_train.state.vault.flush import PLACE, WORK
 from resilient_train.state.vault.frames import Inventory
 from resilient_train.state.vault.holder_search import HolderSearch
 from resilient_train.state.vault.record import Snapshot
+from resilient_train.state.vault.slots import Control
 
 _REPLY_TIMEOUT_S = 2.0
 """The agent does not wait for the holder for long: it has recoveries to carry out."""
+_ASK_AGAIN_S = 30.0
 
 
 class HeldSnapshots:
@@ -53,6 +59,9 @@ class HeldSnapshots:
         self._opening = asyncio.Lock()
         self._begun = -1
         """After so many updates the ranks begin, and memory may hold later ones, of a history that is left; -1: not."""
+        self._kept: dict[int, list[Control]] = {}
+        """The memory of each rank."""
+        self._ask_again_s = 0.0
         self._pins: Vault | None = None
         """By which one of them stays until all have gone back to it."""
 
@@ -68,11 +77,9 @@ class HeldSnapshots:
             self._heard()
             if self.vault is None:
                 try:
-                    vault, process = await self._search.look()
+                    await self._find()
                 except VaultError as error:
                     return VaultOpened(str(error), later=isinstance(error, HolderLostError))
-                self._process = process or self._process
-                self._keep_to(vault)
             begun = self._begun
             if begun < 0:
                 return VaultOpened()
@@ -84,11 +91,46 @@ class HeldSnapshots:
                 self._states.memory_clean()
             return VaultOpened()
 
+    async def _find(self) -> None:
+        """Raises VaultError."""
+        vault, process = await self._search.look()
+        self._process = process or self._process
+        self._keep_to(vault)
+
+    async def revive(self) -> None:
+        """Where the holder is dead, another one gets what it held. Nothing happens where one is there and does not
+        answer: it may be only stopped, and has it all.
+        """
+        async with self._opening:
+            self._heard()
+            if self.vault is not None or not self._kept:
+                return
+            try:
+                self._keep_to(self._connect(member=True))
+            except HolderSilentError:
+                return
+            except HolderLostError:
+                with contextlib.suppress(VaultError):  # then there is none
+                    await self._find()
+
     def _keep_to(self, vault: Vault) -> None:
-        """This process is a member from now on, so that the holder stays."""
+        """This process is a member from now on, so that the holder stays, and each has what the other had. Raises
+        VaultError.
+        """
         if self.vault is not None:  # since ``open`` has waited: of the same holder
             vault.close()
             return
+        try:
+            for held in [each for kept in self._kept.values() for each in kept]:
+                vault.adopt(held)
+            for rank in set(range(self._world_size)) - set(self._kept):
+                if records := vault.records(rank):
+                    self._kept[rank] = records
+        except VaultError:
+            vault.close()
+            raise
+        except OSError:  # no room for descriptors: the next snapshot asks again
+            pass
         self.vault = vault
         self._listened = vault.fileno()
         asyncio.get_running_loop().add_reader(self._listened, self._heard)
@@ -109,6 +151,24 @@ class HeldSnapshots:
         """Raises VaultError."""
         with contextlib.closing(self._connect(member=False)) as vault:
             return vault.inventory()
+
+    def keep(self, rank: int, sequence: int) -> None:
+        """A snapshot of the rank is complete: its memory is not to go with the holder."""
+        kept = self._kept.get(rank, [])
+        known = any(each.sequence == sequence for held in kept for each in held.complete())
+        # Of two the rank has outgrown one: it is let go as soon as the holder does.
+        if (known and len(kept) == 1) or time.monotonic() < self._ask_again_s:
+            return
+        try:
+            with contextlib.closing(self._connect(member=False)) as vault:
+                fresh = vault.records(rank)
+        except (VaultError, OSError):
+            self._ask_again_s = time.monotonic() + _ASK_AGAIN_S
+            return
+        if fresh:
+            self._kept[rank] = fresh
+            for held in kept:
+                held.close()
 
     # -- what it holds
 

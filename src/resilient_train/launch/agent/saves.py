@@ -89,6 +89,8 @@ class Saves:
         """A rank's snapshot is complete. The last one of all sends the checkpoint on its way."""
         if self.states.going_back:
             return
+        if frame.sequence:
+            self._snapshots.keep(rank, frame.sequence)
         ranks = self._captured.setdefault(frame.commits, {})
         ranks[rank] = frame
         if len(ranks) < self._world_size:
@@ -165,6 +167,8 @@ class Saves:
                 f"went back, and could not be set aside: take them out of {self._folder} before the job is started "
                 "again"
             )
+        if failed:
+            await self._snapshots.revive()
         if self._snapshots.vault is not None:
             try:
                 stays = await self._holder_stays(failed=failed)

@@ -103,6 +103,7 @@ class StartingState:
 
     async def _look(self) -> _Seen:
         memory, silent = None, ""
+        await self._snapshots.revive()
         try:
             memory = self._snapshots.newest_to_stay()
         except HolderSilentError as error:

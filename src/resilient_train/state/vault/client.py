@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from resilient_train.transport import Wire, connect, peer_of
 REPLY_TIMEOUT_S = 30.0
 """For who can wait. The holder answers at once, unless it was stopped or the machine is at its end."""
 _Answer = TypeVar("_Answer")
+_Held = TypeVar("_Held", bound=Control)
 _decoder: msgspec.msgpack.Decoder[frames.FromHolder] = msgspec.msgpack.Decoder(frames.FromHolder)
 
 
@@ -92,6 +93,13 @@ class Vault:
         """All slots of ``rank``, to read, those with the newest snapshot first; the caller closes them."""
         reply = self._ask(frames.OpenStores(rank), frames.Stores)
         return self._map(reply, len(reply.stores), writes=False)
+
+    def records(self, rank: int) -> list[Control]:
+        """The same without images. Memory stays as long as any process has it open, so whoever has these can give them
+        to the next holder when this one and the rank are dead.
+        """
+        reply = self._ask(frames.OpenStores(rank), frames.Stores)
+        return self._taken(len(reply.stores), Control)
 
     @contextlib.contextmanager
     def newest(self, rank: int, *, commits: int | None = None) -> Iterator[tuple[SlotPair, Snapshot] | None]:
@@ -215,17 +223,20 @@ class Vault:
     def _map(self, reply: frames.Stores, count: int, *, writes: bool) -> list[SlotPair]:
         if len(reply.stores) != count:
             raise ProtocolError(f"the holder sent {len(reply.stores)} stores instead of {count}")
-        descriptors, pairs = self._wire.take_descriptors(count), list[SlotPair]()
+        return self._taken(count, lambda fd: SlotPair(fd, writes=writes, sequence=reply.sequence))
+
+    def _taken(self, count: int, made_of: Callable[[int], _Held]) -> list[_Held]:
+        descriptors, taken = self._wire.take_descriptors(count), list[_Held]()
         try:
             for fd in descriptors:
-                pairs.append(SlotPair(fd, writes=writes, sequence=reply.sequence))
+                taken.append(made_of(fd))
         except BaseException:
-            for pair in pairs:
-                pair.close()
-            for fd in descriptors[len(pairs) :]:
+            for each in taken:
+                each.close()
+            for fd in descriptors[len(taken) :]:
                 os.close(fd)
             raise
-        return pairs
+        return taken
 
 
 class _GoneError(VaultError):

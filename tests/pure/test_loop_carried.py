@@ -591,6 +591,28 @@ def test_values_are_not_kept() -> None:
     assert loop() == 2
 
 
+def test_what_holds_millions_is_not_read_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set of samples, say: the job waits for the look."""
+
+    class Transition: ...
+
+    looked_at = 0
+
+    def is_array(value: object) -> bool:
+        nonlocal looked_at
+        looked_at += 1
+        return type(value) is np.ndarray
+
+    monkeypatch.setattr(loop_carried_module, "_is_array", is_array)
+    kept = [Transition()] * 100_000
+    average = np.zeros(2)
+    found = [*loop_carried_module._arrays_in({"replay": kept, "more": [kept, {"average": average}]})]
+    assert not found
+    assert looked_at <= 2000
+    found = [*loop_carried_module._arrays_in({"average": (average,), "replay": kept})]
+    assert [id(each) for each in found] == [id(average)]
+
+
 def test_of_many_some_are_told() -> None:
     told = LoopCarried(tuple("abcdefgh"), "train.py:7").told()
     assert told.startswith("the code at train.py:7 keeps a, b, c, d, e, f and 2 more from step to step")

@@ -19,6 +19,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import CO_OPTIMIZED
+from itertools import islice
 from types import CodeType, EllipsisType, FrameType
 from typing import Any, NamedTuple
 
@@ -52,6 +53,8 @@ _STEP = "training_step"
 _TENSORS = ("_parameters", "_buffers")
 _OF_ARRAYS = ("add_", "__array_interface__")
 """What tensors of torch's, and arrays of NumPy's, have."""
+_LOOKED_AT = 2000
+"""Objects in a container: 10 us each."""
 _CHANGES = ("append", "appendleft", "extend", "insert", "add", "update", "remove", "discard", "clear")
 _CONTAINERS = (list, dict, set, deque)
 _ANEW = ("clear", "zero_", "fill_", "copy_")
@@ -194,14 +197,20 @@ def _can_change(value: object) -> bool:
     return type(value) in _CONTAINERS or _is_array(value)
 
 
-def _arrays_in(value: Any, depth: int = 3) -> Iterator[object]:
-    """Tensors and arrays; of containers those in them."""
-    if _is_array(value):
-        yield value
-    elif depth and isinstance_past(value, (dict,)):
-        yield from (each for item in dict.values(value) for each in _arrays_in(item, depth - 1))
-    elif depth and type(value) in (list, tuple):
-        yield from (each for item in value for each in _arrays_in(item, depth - 1))
+def _arrays_in(value: Any) -> Iterator[object]:
+    """Tensors and arrays; of containers those in them, three deep, as far as that is soon told: a loop may keep millions
+    of samples.
+    """
+    todo, left = deque([(value, 3)]), _LOOKED_AT
+    while todo and left:
+        each, depth = todo.popleft()
+        left -= 1
+        if type(each) not in _PLAIN and _is_array(each):
+            yield each
+        elif depth and isinstance_past(each, (dict,)):
+            todo.extend((item, depth - 1) for item in islice(dict.values(each), left))
+        elif depth and type(each) in (list, tuple):
+            todo.extend((item, depth - 1) for item in islice(each, left))
 
 
 class _Registered:

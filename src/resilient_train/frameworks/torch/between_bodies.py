@@ -24,9 +24,8 @@ from resilient_train.frameworks.torch.kept_state import (
     are_alike,
     can_be_watched,
     digest_of_host,
-    whose_memory,
 )
-from resilient_train.frameworks.torch.leaves import is_sharded, local
+from resilient_train.frameworks.torch.leaves import is_sharded, local, memory_of
 from resilient_train.frameworks.torch.optimizer_states import OptimizerState, first_written
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
@@ -274,7 +273,7 @@ def _putting(slot: _Slot) -> Put:
         if are_alike(copy, local(tensor)):
             _write(tensor, copy)
         else:  # its ``data`` is another one
-            whose_memory(tensor).data = copy.clone()
+            memory_of(tensor).data = copy.clone()
 
     return put
 

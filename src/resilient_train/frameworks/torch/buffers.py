@@ -9,6 +9,8 @@ a table, or the batch. So nothing is written into it, and a process that takes t
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -18,8 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from resilient_train._native import Glance
 from resilient_train.errors import ProtocolError
 from resilient_train.frameworks.torch.leaves import dense, is_plainly_dense, is_sharded
+from resilient_train.frameworks.torch.module_entries import ModuleEntries
 from resilient_train.state.transfer import Span
 
+_VERSION, _ADDRESS = operator.attrgetter("_version"), torch.Tensor.data_ptr
+_IS_NONE = functools.partial(operator.is_, None)
+_Places = dict[str, tuple[dict[str, torch.Tensor | None], str]]
 # Their kernels write the running statistics without telling the version counter.
 _SILENT_WRITERS = (torch.nn.modules.batchnorm._NormBase,)
 
@@ -116,6 +122,27 @@ class _Quiet(NamedTuple):
         return buffer is self.buffer and self.buffer._version == self.version and self.buffer.data_ptr() == self.address
 
 
+class _Known:
+    """Which are quiet, which are the rank's own, and what is looked at of each: until one changes sides."""
+
+    def __init__(self, quiet: Mapping[str, _Quiet], live: Iterable[str], small: Iterable[str], places: _Places) -> None:
+        self.live = sorted(live)
+        self.live_there = ModuleEntries(places[key] for key in self.live)
+        self._quiet = ModuleEntries(places[key] for key in quiet)
+        self._buffers = [each.buffer for each in quiet.values()]
+        self._versions = [each.version for each in quiet.values()]
+        self._addresses = [each.address for each in quiet.values()]
+        self.small = {key: quiet[key].buffer for key in small if key in quiet}
+
+    def is_quiet(self) -> bool:
+        """Whether all that were are, as ``_Quiet.is_still`` says of each."""
+        return (
+            self._quiet.are(self._buffers)
+            and [*map(_VERSION, self._buffers)] == self._versions
+            and [*map(_ADDRESS, self._buffers)] == self._addresses
+        )
+
+
 def _made_equal(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     for wrapper in model.modules():
         # It makes none equal, also of those that came later, where there was none when it was made.
@@ -138,7 +165,7 @@ class Buffers:
             f"{index}.{name}": module for index, model in enumerate(models) for name, module in model.named_modules()
         }
         self._dicts = [module._buffers for module in self._modules.values()]
-        self._places: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {}
+        self._places: _Places = {}
         self._devices: dict[str, torch.device] = {}
         """Of all that were ever there."""
         self._live: set[str] = set()
@@ -157,7 +184,9 @@ class Buffers:
         self._built: dict[str, _There] = {}
         """Those as the script has built them."""
         self._still: dict[str, torch.Tensor] | None = None
-        """Which of those are quiet; None: it is to be found anew."""
+        """Which of the claimed are quiet; None: it is to be found anew."""
+        self._known: _Known | None = None
+        """The same."""
         self._made: dict[str, bool] = {}
         """Those that the training has made, and whether there was a name for it, with None behind it."""
         for prefix, module in self._modules.items():
@@ -193,9 +222,10 @@ class Buffers:
             if left >= 0 and id(quiet.buffer) not in equal and not quiet.buffer.is_meta:
                 self._claimed[key], self._built[key] = dense(quiet.buffer).clone(), quiet.there
 
-    def published(self) -> dict[str, torch.Tensor | None]:
-        """As ``own``, and those that were claimed."""
-        own = self.own()
+    def published(self, own: dict[str, torch.Tensor | None] | None = None) -> dict[str, torch.Tensor | None]:
+        """As ``own``, which the caller may have just looked at, and those that were claimed."""
+        if own is None:
+            own = self.own()
         if self._still is None:
             self._still = {key: self._claimed[key] for key in sorted(self._claimed) if key in self._quiet}
         still = self._still
@@ -212,22 +242,35 @@ class Buffers:
     def own(self) -> dict[str, torch.Tensor | None]:
         """The same, and None for those that are not there any more."""
         self._find_made()
-        for key, quiet in list(self._quiet.items()):
-            if not quiet.is_still(self._present(key)):
-                self._wake(key)
-        found = {key: self._present(key) for key in sorted(self._live)} if self._live else {}
-        if any(each is None for each in found.values()):
-            self._find_made(anyway=True)  # one that has gone, and another that has come: there are as many
-            found = {key: self._present(key) for key in sorted(self._live)}
-        return found
+        if not self._now_known().is_quiet():
+            for key, quiet in list(self._quiet.items()):
+                if not quiet.is_still(self._present(key)):
+                    self._wake(key)
+        known = self._now_known()
+        if not known.live:
+            return {}
+        found = known.live_there.now()
+        if any(map(_IS_NONE, found)):  # one that has gone, and another that has come: there are as many
+            self._find_made(anyway=True)
+            known = self._now_known()
+            found = known.live_there.now()
+        return dict(zip(known.live, found, strict=True))
+
+    def _now_known(self) -> _Known:
+        if self._known is None:
+            self._known = _Known(self._quiet, self._live, self._small, self._places)
+        return self._known
 
     def _wake(self, key: str) -> None:
         self._there[key] = self._quiet.pop(key).there
         self._live.add(key)
-        self._still = None
+        self._sides_changed()
 
-    def keep(self) -> None:
-        """A window begins. They are looked at before."""
+    def _sides_changed(self) -> None:
+        self._still = self._known = None
+
+    def keep(self) -> dict[str, torch.Tensor | None]:
+        """A window begins. They are looked at before. Returns ``own``."""
         own = self.own()
         for key, buffer in own.items():
             there = self._there.get(key)
@@ -242,6 +285,7 @@ class Buffers:
         if self._made or self._gone or any(each is None for each in own.values()):
             self._gone = {key for key in self._live if self._places[key][1] not in self._places[key][0]}
             self._order = [*map(tuple, self._dicts)]
+        return own
 
     def moved(self) -> list[str]:
         """Keys of those of which another process must not take what its script has built for them."""
@@ -271,6 +315,7 @@ class Buffers:
                     self._places[key], self._devices[key] = (module._buffers, name), buffer.device
                     self._made[key] = (id(module._buffers), name) in empty
                     self._live.add(key)
+                    self._sides_changed()
         self._count()
 
     def look(self, *, closely: bool) -> None:
@@ -294,11 +339,13 @@ class Buffers:
 
     def _small_changed(self) -> list[str]:
         """Keys of all of them if something has; also the first time, and when there are fewer."""
-        small = {key: each for key, each in self._small.items() if key in self._quiet}
-        addresses = [each.data_ptr() for each in small.values()]
+        small = self._now_known().small
+        if not small:
+            return []
+        addresses = [*map(_ADDRESS, small.values())]
         if self._glance is None or len(small) < len(self._small) or addresses != self._addresses:
             moved = [key for key, each in small.items() if each.data_ptr() != self._quiet[key].address]
-            self._small = {key: each for key, each in small.items() if key not in moved}
+            self._small, self._known = {key: each for key, each in small.items() if key not in moved}, None
             self._addresses = [each.data_ptr() for each in self._small.values()]
             self._glance = Glance([*map(_extent, self._small.values())])
         return [*self._small] if self._glance.changed() else []
@@ -321,7 +368,6 @@ class Buffers:
         among those that have ``moved``: DDP and captured graphs hold on to them. None: there was none.
         """
         self._moved |= {key for key in moved if key in values}
-        self._still = None
         for key, value in values.items():
             held, name = self._place(key)
             here = held.get(name)
@@ -338,6 +384,7 @@ class Buffers:
             self._quiet.pop(key, None)
             if (present := held.get(name)) is not None:
                 self._there[key] = _There.of(present)
+        self._sides_changed()
         self._count()
 
     def _put_as_built(self, key: str, value: torch.Tensor) -> None:
@@ -391,4 +438,5 @@ class Buffers:
             self._modules[key.rpartition(".")[0]]._non_persistent_buffers_set.discard(name)
         self._live.discard(key)
         self._there.pop(key, None)
+        self._sides_changed()
         del self._devices[key]

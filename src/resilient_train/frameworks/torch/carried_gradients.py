@@ -70,7 +70,8 @@ class CarriedGradients:
         self._there = {me: each for me, each in self._there.items() if each.is_there()}
         if self._hooks and not self._carried and not self._there:
             self.close()
-        if any(number & (number - 1) == 0 for number in (self._windows, self._windows - 1)):
+        number, before = self._windows, self._windows - 1
+        if not number & before or not before & (before - 1):
             self._look()
         self._windows += 1
 

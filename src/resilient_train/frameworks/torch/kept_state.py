@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,7 +30,8 @@ import torch
 from resilient_train.frameworks.roles import Objects, StateMark, WrittenEarly
 from resilient_train.frameworks.torch import module_values
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
-from resilient_train.frameworks.torch.leaves import is_sharded, local, state_of, version_of
+from resilient_train.frameworks.torch.leaves import is_sharded, local, memory_of, state_of, version_of
+from resilient_train.frameworks.torch.module_entries import ModuleEntries, same_objects
 from resilient_train.frameworks.torch.module_switches import Held, ModuleSwitches, Switched
 from resilient_train.frameworks.torch.module_values import ModuleValues, ValuesOf
 from resilient_train.frameworks.torch.sharded import placed_like
@@ -96,16 +97,19 @@ class KeptState:
     def __init__(self, objects: Objects) -> None:
         self._models = objects.models
         self._places: list[_Place] = []
-        self._parts: list[tuple[dict[str, torch.nn.Module | None], str, torch.nn.Module | None]] = []
+        self._parts: ModuleEntries[torch.nn.Module] = ModuleEntries(())
+        self._parts_there: list[torch.nn.Module | None] = []
         """Of all modules the ones in them: a script may put others there."""
         self._modules: list[tuple[Key, torch.nn.Module]] = []
         self._switches = ModuleSwitches(())
         self._values = ModuleValues()
         self._modes = _Modes([], [], [], [], module_values.HeldValues([], []))
+        self._parameters: ModuleEntries[torch.nn.Parameter] = ModuleEntries(())
         self._there: list[torch.Tensor | None] = []
         """What the window found in these places, and ..."""
         self._watched: list[_Watched] = []
         self._tensors: list[torch.Tensor] = []
+        self._aliases: list[torch.Tensor] = []
         """... what of it can be kept."""
         self.version: Callable[[Any], int] = _VERSION
         self.address: Callable[[Any], int] = torch.Tensor.data_ptr
@@ -143,8 +147,11 @@ class KeptState:
 
     def _find(self) -> None:
         """Nearly always all is what and where it was."""
-        if not self._places or any(owner.get(name) is not part for owner, name, part in self._parts):
-            self._places, self._parts = _places(self._models), _parts(self._models)
+        if not self._places or not self._parts.are(self._parts_there):
+            self._places = _places(self._models)
+            self._parameters = ModuleEntries((each.owner, each.name) for each in self._places)
+            self._parts = ModuleEntries(_parts(self._models))
+            self._parts_there = self._parts.now()
             self._modules = [
                 ((index, name), module)
                 for index, model in enumerate(self._models)
@@ -152,27 +159,26 @@ class KeptState:
             ]
             self._switches = ModuleSwitches(self._models)
             self._values = ModuleValues(self._modules, self._values)
-        there = [each.owner.get(each.name) for each in self._places]
-        if (
-            len(there) == len(self._there)
-            and all(map(operator.is_, there, self._there))
-            and [*map(self.address, self._tensors)] == [each.alias.data_ptr() for each in self._watched]
-        ):
+        there = self._parameters.now()
+        where = [*map(torch.Tensor.data_ptr, self._aliases)]
+        if same_objects(there, self._there) and [*map(self.address, self._tensors)] == where:
             return
         self._there = [*there]
         pairs = zip(self._places, there, strict=True)
         found = [(place, each) for place, each in pairs if each is not None and can_be_watched(each)]
         self._watched = [_Watched(place, each, local(each)) for place, each in found]
         self._tensors = [each.tensor for each in self._watched]
+        self._aliases = [each.alias for each in self._watched]
         if any(map(is_sharded, self._tensors)):
             self.version, self.address = version_of, _address_of
 
     def modes_now(self) -> _Modes:
         """Of what the window found: modules, parameters."""
+        strided = torch.strided
         return _Modes(
-            [module.training for _, module in self._modules],
+            [*map(_TRAINING, self.modules())],
             [*map(_REQUIRES_GRAD, self._tensors)],
-            [each is not None and each.layout is torch.strided for each in map(_GRADIENT, self._tensors)],
+            [each is not None and each.layout is strided for each in map(_GRADIENT, self._tensors)],
             self._switches.held(),
             self._values.held(),
         )
@@ -337,7 +343,7 @@ class KeptState:
             return
         if intact:
             self.look()
-        self.put_parts([part for _, _, part in self._parts])
+        self.put_parts(self._parts_there)
         for each in self._watched:
             self._put_back(*each)
         for state in self.states:
@@ -346,13 +352,11 @@ class KeptState:
 
     def parts_now(self) -> list[torch.nn.Module | None]:
         """Which modules are where the window has found some."""
-        return [owner.get(name) for owner, name, _ in self._parts]
+        return self._parts.now()
 
     def put_parts(self, parts: list[torch.nn.Module | None]) -> None:
         """What ``parts_now`` was."""
-        for (owner, name, _), part in zip(self._parts, parts, strict=True):
-            if owner.get(name) is not part:
-                owner[name] = part
+        self._parts.put(parts)
 
     def put_modes(self, modes: _Modes) -> None:
         """What ``modes_now`` was, without the gradients."""
@@ -368,7 +372,7 @@ class KeptState:
             place.owner[place.name] = tensor  # type: ignore[assignment] # a parameter: it was there
         held = local(tensor)
         if not are_alike(alias, held) or held.data_ptr() != alias.data_ptr():
-            whose_memory(tensor).data = alias
+            memory_of(tensor).data = alias
         copy = self._copies.get(place.key, self._behind.get(place.key))
         if copy is not None:
             with torch.no_grad():
@@ -425,15 +429,10 @@ def _places(models: tuple[torch.nn.Module, ...]) -> list[_Place]:
     ]
 
 
-def _parts(
-    models: tuple[torch.nn.Module, ...],
-) -> list[tuple[dict[str, torch.nn.Module | None], str, torch.nn.Module | None]]:
-    return [
-        (module._modules, name, part)
-        for model in models
-        for module in model.modules()
-        for name, part in module._modules.items()
-    ]
+def _parts(models: tuple[torch.nn.Module, ...]) -> Iterator[tuple[dict[str, torch.nn.Module | None], str]]:
+    for model in models:
+        for module in model.modules():
+            yield from ((module._modules, name) for name in module._modules)
 
 
 def _set_training(module: torch.nn.Module, *, on: bool) -> None:
@@ -464,12 +463,7 @@ def can_be_watched(tensor: torch.Tensor) -> bool:
 
 
 def _address_of(tensor: torch.Tensor) -> int:
-    return whose_memory(tensor).data_ptr()
-
-
-def whose_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or that in which a DTensor has this rank's part."""
-    return tensor._local_tensor if is_sharded(tensor) else tensor
+    return memory_of(tensor).data_ptr()
 
 
 def are_alike(copy: torch.Tensor, tensor: torch.Tensor) -> bool:

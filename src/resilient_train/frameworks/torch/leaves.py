@@ -85,6 +85,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, and the tensor itself where it is none of DTensor's."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Torch counts how often a tensor was written in place; a DTensor's memory and the DTensor are written by turns."""
     version: int = tensor._version + (tensor._local_tensor._version if is_sharded(tensor) else 0)

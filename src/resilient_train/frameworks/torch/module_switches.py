@@ -132,7 +132,8 @@ def _state_of(module: Any) -> Any:
 
 
 def _is_manual(holder: Any) -> bool:
-    return any(getattr(holder, name, False) for name in _MANUAL)
+    one, other = _MANUAL
+    return getattr(holder, one, False) or getattr(holder, other, False)
 
 
 def _set_manual(holder: Any, manual: bool) -> None:

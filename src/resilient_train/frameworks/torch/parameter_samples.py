@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from resilient_train.frameworks.torch.leaves import local
+from resilient_train.frameworks.torch.leaves import memory_of
 
 _WORDS = 2
 """At each look, which is once a window: 2.5 us. An update changes nearly all words, and with other words each time one
@@ -40,7 +40,7 @@ class Samples:
             (name, parameter)
             for model in models
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and _size(parameter) >= _WORD_BYTES
+            if parameter.requires_grad and memory_of(parameter).nbytes >= _WORD_BYTES
         ]
         self._taken: list[Sample] = []
         self._turn = 0
@@ -52,24 +52,20 @@ class Samples:
             self._turn += 1
             round_number, index = divmod(self._turn, len(self._parameters))
             name, parameter = self._parameters[index]
-            words = max(1, _size(parameter) // _WORD_BYTES)
+            memory = memory_of(parameter)
+            words = max(1, memory.nbytes // _WORD_BYTES)
             offset = round_number * _STRIDE % words * _WORD_BYTES
-            value = _word(parameter, offset)
+            value = _word(memory, offset)
             if value is not None:
                 self._taken.append(Sample(name, parameter, offset, value))
 
     def changed(self) -> Sample | None:
         """Of a parameter that is not any more what it was when ``take`` was called; None if none was seen."""
-        return next((each for each in self._taken if _word(each.parameter, each.offset) != each.value), None)
+        words = ((each, _word(memory_of(each.parameter), each.offset)) for each in self._taken)
+        return next((each for each, word in words if word != each.value), None)
 
 
-def _size(parameter: torch.nn.Parameter) -> int:
-    held = local(parameter)
-    return held.numel() * held.element_size()
-
-
-def _word(parameter: torch.nn.Parameter, offset: int) -> int | None:
-    held = local(parameter)
-    if not held.is_cpu or not held.is_contiguous() or offset + _WORD_BYTES > held.numel() * held.element_size():
+def _word(memory: torch.Tensor, offset: int) -> int | None:
+    if not memory.is_cpu or not memory.is_contiguous() or offset + _WORD_BYTES > memory.nbytes:
         return None
-    return ctypes.c_uint32.from_address(held.data_ptr() + offset).value
+    return ctypes.c_uint32.from_address(memory.data_ptr() + offset).value

@@ -9,7 +9,7 @@ is a small one that ranks may have built differently (``Buffers.claim``).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +22,10 @@ from resilient_train.frameworks.torch.buffers import Buffers, lies_here
 from resilient_train.frameworks.torch.containers import dressed, worn
 from resilient_train.frameworks.torch.extra_state import ExtraState
 from resilient_train.frameworks.torch.leaves import TENSORS, pack, restore_object, span_of, state_of, unpack
+from resilient_train.frameworks.torch.module_entries import same_objects
 from resilient_train.state.tree import flatten
+
+_ADDRESS, _SHAPE = torch.Tensor.data_ptr, operator.attrgetter("shape")
 
 
 class TorchRankState:
@@ -46,15 +49,14 @@ class TorchRankState:
     def packed(self) -> bytes:
         return self._packed().state
 
-    def _packed(self) -> _Packed:
-        own = self.buffers.published()
+    def _packed(self, own: dict[str, torch.Tensor | None] | None = None) -> _Packed:
+        own = self.buffers.published(own)
         if not own and not self._more:
             return _Packed(b"", None)
-        buffers = {key: buffer for key, buffer in own.items() if buffer is not None}
-        only = len(buffers) == len(own) and not self._more
-        if only and self._same is not None and self._same.are(buffers):
+        if self._same is not None and self._same.are([*own.values()]):
             return _Packed(self._same.packed(), None)
-        if only and all(map(lies_here, buffers.values())):
+        buffers = {key: buffer for key, buffer in own.items() if buffer is not None}
+        if len(buffers) == len(own) and not self._more and all(map(lies_here, buffers.values())):
             self._same = _SameBuffers({"buffers": buffers, **self._moved(), "extra": {}})
             return _Packed(self._same.packed(), None)
         held = self._held()
@@ -115,8 +117,7 @@ class TorchRankState:
 
     def keep(self) -> None:
         """Remembers it, at the begin of a window."""
-        self.buffers.keep()
-        self._kept = self._packed()
+        self._kept = self._packed(self.buffers.keep())
 
     def rollback(self) -> None:
         """Puts back what ``keep`` found. The objects are not asked for what they hold by now, not even for its classes:
@@ -162,17 +163,17 @@ class _SameBuffers:
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
         self._tensors = list(tree["buffers"].values())
-        self._places = [(each.data_ptr(), each.shape) for each in self._tensors]
+        self._addresses, self._shapes = [*map(_ADDRESS, self._tensors)], [*map(_SHAPE, self._tensors)]
         self._description, _ = flatten(tree, TENSORS)
         self._glance = Glance([span_of(each) for each in self._tensors])
         self._packed = b""
 
-    def are(self, buffers: Mapping[str, torch.Tensor]) -> bool:
+    def are(self, buffers: Sequence[torch.Tensor | None]) -> bool:
         """Whether these are the buffers, where they were."""
         return (
-            len(buffers) == len(self._tensors)
-            and all(map(operator.is_, buffers.values(), self._tensors))
-            and [(each.data_ptr(), each.shape) for each in self._tensors] == self._places
+            same_objects(buffers, self._tensors)
+            and [*map(_ADDRESS, self._tensors)] == self._addresses
+            and [*map(_SHAPE, self._tensors)] == self._shapes
         )
 
     def packed(self) -> bytes:

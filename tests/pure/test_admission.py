@@ -164,6 +164,19 @@ def test_sparse_buffers_are_refused(fake_world: None) -> None:
         take(model)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:`torch.jit.script`")
+def test_what_can_not_be_put_back_bit_by_bit_is_refused(fake_world: None) -> None:
+    """A quantized buffer ended the rank by SIGSEGV, a scripted module the Session with a word of pybind's."""
+    model = net()
+    model[0].register_buffer("table", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+    with pytest.raises(ConfigError, match=r"buffer '0.table' is a quantized tensor.* int_repr\(\), scale"):
+        take(model)
+    model = net()
+    model.append(torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(ConfigError, match=f"'{len(model) - 1}' is a module of torch.jit.*: use torch.compile"):
+        take(model)
+
+
 @pytest.mark.parametrize(("kind", "lazy"), [("parameter", nn.LazyLinear), ("buffer", nn.LazyBatchNorm1d)])
 def test_lazy_modules_are_run_once_before(fake_world: None, kind: str, lazy: type[nn.Module]) -> None:
     """They ended the Session with a word of torch's about `load_state_dict`."""

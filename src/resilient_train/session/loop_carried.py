@@ -198,9 +198,7 @@ def _can_change(value: object) -> bool:
 
 
 def _arrays_in(value: Any) -> Iterator[object]:
-    """Tensors and arrays; of containers those in them, three deep, as far as that is soon told: a loop may keep millions
-    of samples.
-    """
+    """Tensors and arrays; of containers those in them, three deep, as far as is soon told: they may hold millions."""
     todo, left = deque([(value, 3)]), _LOOKED_AT
     while todo and left:
         each, depth = todo.popleft()

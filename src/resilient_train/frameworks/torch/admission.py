@@ -105,40 +105,54 @@ def _check_model(model: Any) -> None:
                 f"model: {name or type(model).__qualname__!r} is wrapped by FullyShardedDataParallel, whose parameters "
                 "are flattened and can't be recovered: use fully_shard (torch.distributed.fsdp) instead"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"model: {name or type(model).__qualname__!r} is a module of torch.jit, whose parameters and buffers "
+                "can't be put back one by one: use torch.compile, or keep it out of the model if it is not trained"
+            )
     for name, module in with_extra_state(model):
         if type(module).set_extra_state is torch.nn.Module.set_extra_state:
             raise ConfigError(
                 f"model: {name or type(model).__qualname__!r} has get_extra_state() and no set_extra_state(): what it "
                 "gives could not be put back after a fault; write the other method too"
             )
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
-            if torch.nn.parameter.is_lazy(tensor):
-                raise ConfigError(
-                    f"model: {kind} {name!r} has no shape yet (its module is a lazy one): run one forward pass before "
-                    "the optimizer and the Session are made"
-                )
-            if tensor.is_meta:
-                raise ConfigError(
-                    f"model: {kind} {name!r} is on the meta device, and holds nothing that could be carried: give it "
-                    "memory (to_empty()), or leave it out of the model"
-                )
-            if kind == "buffer" and is_sharded(tensor):
-                raise ConfigError(
-                    f"model: buffer {name!r} is a DTensor, which can't be recovered: keep it as a plain tensor"
-                )
-            if hasattr(tensor, "_st_info"):
-                raise ConfigError(
-                    f"model: parameter {name!r} is this rank's part of a DTensor, which DistributedDataParallel has "
-                    "taken out of its tensor and puts back in each forward pass; that can't be recovered: use "
-                    "fully_shard or replicate (torch.distributed._composable.replicate_with_fsdp) beside "
-                    "parallelize_module"
-                )
-            if kind == "buffer" and tensor.layout is not torch.strided:
-                raise ConfigError(
-                    f"model: buffer {name!r} is a sparse tensor, and nobody would see that it changes: register its "
-                    "indices and its values as two buffers, or keep it as a plain attribute if it is always the same"
-                )
+    for name, parameter in model.named_parameters():
+        _check_tensor("parameter", name, parameter)
+    for name, buffer in model.named_buffers():
+        _check_tensor("buffer", name, buffer)
+
+
+def _check_tensor(kind: str, name: str, tensor: torch.Tensor) -> None:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ConfigError(
+            f"model: {kind} {name!r} has no shape yet (its module is a lazy one): run one forward pass before "
+            "the optimizer and the Session are made"
+        )
+    if tensor.is_meta:
+        raise ConfigError(
+            f"model: {kind} {name!r} is on the meta device, and holds nothing that could be carried: give it "
+            "memory (to_empty()), or leave it out of the model"
+        )
+    if kind == "buffer" and is_sharded(tensor):
+        raise ConfigError(f"model: buffer {name!r} is a DTensor, which can't be recovered: keep it as a plain tensor")
+    if hasattr(tensor, "_st_info"):
+        raise ConfigError(
+            f"model: parameter {name!r} is this rank's part of a DTensor, which DistributedDataParallel has "
+            "taken out of its tensor and puts back in each forward pass; that can't be recovered: use "
+            "fully_shard or replicate (torch.distributed._composable.replicate_with_fsdp) beside "
+            "parallelize_module"
+        )
+    if tensor.is_quantized:
+        raise ConfigError(
+            f"model: {kind} {name!r} is a quantized tensor, whose scale is not in its memory: register "
+            "int_repr(), scale and zero point as buffers, or keep it as a plain attribute if it is always the "
+            "same"
+        )
+    if kind == "buffer" and tensor.layout is not torch.strided:
+        raise ConfigError(
+            f"model: buffer {name!r} is a sparse tensor, and nobody would see that it changes: register its "
+            "indices and its values as two buffers, or keep it as a plain attribute if it is always the same"
+        )
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -10,16 +10,37 @@ import pytest
 from failing_storage import FailingStorage
 from watched_jobs import RANKS, STEPS, Job, end_holder, gone, holder_pid, job, recorded, steps_of, stop, wait
 
+from resilient_train.state.vault.slots import Control
 
-def kill_ranks(running: Job, *others: int) -> int:
-    """All at once, and then these processes. Returns how many updates they had recorded."""
+
+def kill_ranks(running: Job) -> int:
+    """All at once. Returns how many updates they had recorded."""
     running.heard("spawned")
-    # A holder that is stopped is the last: while a rank lives, another one would save what it trains.
-    pids = [*running.pids.values(), *others]
+    pids = [*running.pids.values()]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     wait(lambda: all(map(gone, pids)), "killed ranks live on")
     return recorded(running.run_dir, RANKS)
+
+
+def lose_ranks_and_memory(running: Job, holder: int) -> int:
+    """The same with what is in memory, and its holder: the launcher would give it to the next one."""
+    stop(running.process.pid)
+    trained = kill_ranks(running)
+    lose_memory(holder)
+    os.kill(holder, signal.SIGKILL)
+    os.kill(running.process.pid, signal.SIGCONT)
+    return trained
+
+
+def lose_memory(holder: int) -> None:
+    """No snapshot counts any more, whoever has it open."""
+    for link in Path(f"/proc/{holder}/fd").iterdir():
+        if str(link.readlink()).startswith("/memfd:resilient-snapshots"):
+            held = Control(os.open(link, os.O_RDWR))
+            for snapshot in held.complete():
+                held.discard(snapshot.sequence)
+            held.close()
 
 
 def stop_holder(run_dir: Path) -> int:
@@ -53,7 +74,7 @@ def test_one_way_back_after_the_other(run_dir: Path, tmp_path: Path, who_fails: 
         holder = stop_holder(run_dir)
         older, newest = steps_of(folder)[-2:]
         with failing.failing("read", folder / f"step_{newest}" / "shard-0-*", who_fails):
-            trained = kill_ranks(running, holder)
+            trained = lose_ranks_and_memory(running, holder)
             running.await_more("restored", RANKS)
         assert {(each["source"], each["commits"]) for each in running.heard("restored")} == {("storage", older)}
         check_told(running, folder / f"step_{newest}", trained, who_fails)
@@ -67,6 +88,7 @@ def test_one_way_back_after_the_other(run_dir: Path, tmp_path: Path, who_fails: 
         backs = len(running.heard("restart_all"))
         kill_ranks(running)
         wait(lambda: len(running.heard("restart_all")) > backs, "the ranks are not started again")
+        lose_memory(holder)
         end_holder(run_dir)
         wait(running.began_again, "no rank was started")
         os.kill(running.pids[0], signal.SIGKILL)
@@ -86,7 +108,7 @@ def test_storage_that_comes_back(run_dir: Path) -> None:
         holder = stop_holder(run_dir)
         folder.rename(away)
         folder.write_text("in the way")
-        kill_ranks(running, holder)
+        lose_ranks_and_memory(running, holder)
         wait(lambda: bool(running.heard("storage_unreadable")), "nobody has said that storage can't be read")
         folder.unlink()
         away.rename(folder)

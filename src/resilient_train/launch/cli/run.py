@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib.machinery
 import itertools
 import os
@@ -246,7 +247,17 @@ def main(argv: list[str] | None = None) -> None:
 
     code = run_job(job, argv, lambda sink: Agent(job, sink, root))
     claim.close()
-    sys.exit(code)
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """All is written and closed. Torch's libraries, which nobody here has used, take half a second to end, and one that
+    hangs in there would keep a job that is over.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def _run_mindspore(argv: list[str]) -> int:

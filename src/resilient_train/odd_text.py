@@ -11,6 +11,15 @@ from typing import Any
 import msgspec
 
 
+def is_text(value: str) -> bool:
+    """Whether it is UTF-8's: a name of a file may be decoded to halves of characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def escaped(message: Any) -> Any:
     r"""``message`` in built-in types, such characters as ``\udce9``: for people to read, not for a program to use."""
     return _escaped(msgspec.to_builtins(message, builtin_types=(bytes,)))

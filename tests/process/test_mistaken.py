@@ -83,7 +83,7 @@ def test_a_mean_of_each_ranks_own_that_is_said_to_be_alike_is_told_once(tmp_path
     run = launch(tmp_path / "run", "mistaken.py", "own-mean", "12", ranks=3, flags=plan)
     assert run.code == 0, run.explain()
     (told,) = run.of("state_differs")
-    assert told["detail"] == {"name": "own", "commits": 1, "ranks": [[0], [1], [2]]}
+    assert told["detail"] == {"name": "state['own']", "commits": 1, "ranks": [[0], [1], [2]]}
     assert run.err.count("state['own'] is not the same on ranks [0] and [1] and [2], but a replaced rank gets") == 1
 
 

@@ -188,6 +188,76 @@ def test_one_word_of_an_array() -> None:
         assert job.ends() == (turn == 0)
 
 
+def compressed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_sparse_csr()
+
+
+def columns(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_sparse_csc()
+
+
+def listed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_sparse()
+
+
+def ragged(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([tensor, tensor[:2]], layout=torch.jagged)
+
+
+def nested(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([tensor, tensor[:2]])
+
+
+def held_by(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.values() if tensor.is_nested else tensor.to_dense()).clone()
+
+
+def scales(tensor: torch.Tensor) -> None:
+    tensor.mul_(2)
+
+
+def adds(tensor: torch.Tensor) -> None:
+    if tensor.layout is torch.sparse_coo:
+        tensor.add_(tensor.clone())
+    else:
+        tensor.values().add_(1)
+
+
+@pytest.mark.parametrize("kind", [listed, compressed, columns, ragged, nested])
+@pytest.mark.parametrize("write", [scales, adds])
+def test_tensors_that_are_made_of_others(kind: Any, write: Any) -> None:
+    """A graph, texts of several lengths. A list of coordinates is given other tensors where it is written."""
+    job = Job()
+    for turn in range(5):
+        drawn = kind(torch.eye(3) + 1)
+        found = held_by(drawn)
+        (batch,) = job.draw([drawn])
+        for _ in range(2):
+            write(batch)
+            assert not torch.equal(held_by(batch), found)
+            assert job.kept.draw(0)
+            assert torch.equal(held_by(batch), found), turn
+        write(batch)
+        job.ends()
+
+
+def test_an_array_of_objects() -> None:
+    job = Job()
+    for _ in range(4):
+        x, batch = torch.ones(2), np.empty(2, dtype=object)
+        batch[:] = [x, [x]]
+        drawn = job.draw(batch)
+        drawn[0].mul_(2)
+        drawn[1] = "another"
+        assert job.kept.draw(0)
+        assert drawn[0] is x
+        assert drawn[1] == [x]
+        assert x.tolist() == [1, 1]
+        drawn[0].mul_(2)
+        job.ends()
+    assert any(each is x for each in reached([batch]) or ())
+
+
 def test_gradients_of_the_batch() -> None:
     """Adversarial training: the second time the first gradient is not there."""
     job = Job()

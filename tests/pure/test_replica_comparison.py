@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from resilient_train._native import Board, Page
-from resilient_train.protocol.difference_report import SharedObjects, alone, first_difference, sentence
+from resilient_train.protocol.difference_report import SharedObjects, alone, first_difference, rule, sentence
 from resilient_train.protocol.messages import Differs, Held, Shared
 from resilient_train.protocol.replicas import alike, disagreeing
 from resilient_train.session.peers import Peers
@@ -103,7 +103,8 @@ def test_all_find_it_at_the_next_comparison_and_nowhere_else(seed: int) -> None:
     expected = min(each for each in saved | {1, 2, 4, 8, 16} if each > drift[1])
     ranks = run(seed, saved, drift)
     assert [rank.found_at for rank in ranks] == [expected] * 3
-    assert [told.commits for rank in ranks for told in rank.told] == [expected] * 3
+    differs = [told for rank in ranks for told in rank.told if type(told) is Differs]
+    assert [told.commits for told in differs] == [expected] * 3
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -157,7 +158,7 @@ def test_what_snapshots_show_is_looked_into_before_the_next_update(evaluates: bo
         else:
             with pytest.raises(EndedError):
                 rank.comparison.look()
-            (told,) = rank.told
+            (told,) = (each for each in rank.told if type(each) is Differs)
             assert isinstance(told, Differs)
             assert (told.commits, told.since) == (6, 5), "what they held when it was seen first"
             assert told.held == tuple(fingerprint(f"{9 + each:032x}"[::-1]) for each in (0, 1))
@@ -170,7 +171,9 @@ def test_where_replicas_had_differed_they_say_what_they_hold() -> None:
         for commits in range(4, 9):
             rank.comparison.head(commits, shown=True)
         alone = rank.rank == 1
-        assert rank.told == ([] if alone else [Held(7, fingerprint(f"{7:032x}"[::-1]))])
+        assert [each for each in rank.told if type(each) is not Shared] == (
+            [] if alone else [Held(7, fingerprint(f"{7:032x}"[::-1]))]
+        )
 
 
 def test_what_was_looked_at_where_nobody_writes_counts_more() -> None:
@@ -303,7 +306,9 @@ def test_nothing_is_told_where_there_is_nothing_or_nobody_to_compare_with() -> N
     for rank in (bare, alone):
         for commits in range(9):
             rank.comparison.head(commits, shown=False)
-        assert rank.told == []
+    assert {*map(type, bare.told)} == {Shared}
+    assert {len(each.rows) for each in bare.told} == {0}, "another rank may have something"
+    assert alone.told == []
 
 
 def test_an_object_that_differs_is_found_once_however_late_ranks_are_heard() -> None:
@@ -320,6 +325,17 @@ def test_an_object_that_differs_is_found_once_however_late_ranks_are_heard() -> 
     assert heard(2, 4, "a") == heard(3, 4, "b") == []
     assert heard(0, 8, "a", ("late", "1")) == heard(2, 8, "a", ("late", "2")) == []
     assert heard(3, 8, "a") == [("late", [[0], [2]])], "who has no such object says nothing of it"
+
+
+def test_an_attribute_that_one_rank_alone_has_set_differs() -> None:
+    """The others have it as it was built."""
+    objects = SharedObjects()
+    assert objects.heard(0, Shared(1, []), (0, 1), attempt=0) == []
+    found = objects.heard(1, Shared(1, [("model.0.normalizer", "a")]), (0, 1), attempt=0)
+    assert found == [("model.0.normalizer", [[0], [1]])]
+    assert "get_extra_state()" in rule("model.0.normalizer")
+    assert "all-reduce" in rule("scheduler[0]")
+    assert "rank_state=" in rule("state['own']")
 
 
 def test_what_a_rank_said_before_it_went_back_is_not_compared() -> None:

@@ -97,8 +97,12 @@ def _minority(parties: list[list[int]]) -> list[int]:
     return parties[1] if len(parties) == 2 and len(parties[0]) > len(parties[1]) else []
 
 
+_MODULES = "model."
+"""So the names of their attributes begin."""
+
+
 class SharedObjects:
-    """What ranks have said of their objects in ``state=``. Each name that differs is told once."""
+    """What ranks have said that they have alike (``messages.Shared``). Each name that differs is told once."""
 
     def __init__(self) -> None:
         self._attempt = 0
@@ -124,11 +128,25 @@ class SharedObjects:
             self._said[other] = {commits: held for commits, held in self._said[other].items() if commits > now}
         found = []
         for name in dict.fromkeys(name for held in rows.values() for name in held):
-            only = {other: {name: held[name]} for other, held in rows.items() if name in held}
+            built = {name: ""} if name.startswith(_MODULES) else {}  # who does not say otherwise has it as built
+            only = {other: {**built, name: held[name]} if name in held else built for other, held in rows.items()}
+            only = {other: held for other, held in only.items() if held}
             if name not in self._told and (difference := first_difference(only)):
                 found.append(difference)
                 self._told.add(name)
         return found
+
+
+def rule(name: str) -> str:
+    """What to do about one that is told."""
+    if name.startswith(_MODULES):
+        return "what each rank has of its own belongs in the module's get_extra_state() (docs/how-to/loops.md)"
+    if name.startswith("scheduler"):
+        return "step it by what all ranks share (all-reduce a metric first)"
+    return (
+        "what each rank has of its own belongs in `rank_state=` (of an average of a model with BatchNorm it may be the "
+        "buffers alone: a replaced rank gets another one's)"
+    )
 
 
 def first_difference(rows: Mapping[int, Mapping[str, str]]) -> tuple[str, list[list[int]]] | None:

@@ -389,8 +389,9 @@ class Held(msgspec.Struct, tag="held", frozen=True):
 
 
 class Shared(msgspec.Struct, tag="shared", frozen=True):
-    """What the rank's objects in ``state=`` are before update ``commits``: (name, digest). Sent before the updates that
-    are 1, 2, 4, 8, ... behind a beginning; nobody waits for an answer.
+    """What the rank's objects in ``state=`` are before update ``commits``, its schedulers, and those attributes of its
+    modules that are not as they were built: (name, digest). Sent before the updates that are 1, 2, 4, 8, ... behind a
+    beginning; nobody waits for an answer.
     """
 
     commits: int

@@ -9,8 +9,9 @@ anybody trains on what a replica gave), at the end, and before the updates that 
 these beginnings: a gradient that nobody averages shows in the first one, unless its learning rate is still 0. And every
 so many updates: what changes a bit without a sign may do so at any time.
 
-Objects of the user's (``state=``) are not in the fingerprint: one that differs (a clock, a running mean of the rank's
-own losses) need not be wrong, until a new process gets that of another rank. The agent is told of them before the
+Objects of the user's (``state=``), schedulers and plain attributes of modules are not in the fingerprint: one that
+differs (a clock, a running mean of the rank's own losses) need not be wrong, until a new process gets that of another
+rank. The agent is told of them before the
 updates that are 1, 2, 4, 8, ... behind a beginning, and tells of a difference once.
 
 The fingerprint of a snapshot is made behind its copy, beside the step. That may say nothing: a script may have used
@@ -80,8 +81,8 @@ class Comparison:
         """
         since, seldom = commits - self._origin, self.is_seldom(commits)
         usual = seldom or (since > 0 and self._every > 0 and since % self._every == 0)
-        if seldom and not self.alone and (rows := self._state.rows(extra=True)):
-            self._link.channel.send(Shared(commits, rows))
+        if seldom and not self.alone:
+            self._link.channel.send(Shared(commits, self._state.rows(extra=True)))
         self._left_out = commits if usual and shown else -1
         asked = commits == self._link.look_at and not self.alone
         if (usual and not shown) or self.doubted or asked:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import types
 from collections import UserDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,14 @@ from resilient_train.frameworks.torch.leaves import PLAIN
 from resilient_train.frameworks.torch.watched_state import array_digest, mark_of
 
 _NO_DATA = (type, types.ModuleType, types.FunctionType, torch.nn.Module, Dataset, DataLoader)
+
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_MADE_OF = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _ROWS),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _COLUMNS),
+}
+"""Of a sparse tensor, how it is asked for its parts."""
 
 Array = np.ndarray[Any, Any]
 
@@ -46,7 +54,9 @@ class RememberedBatch:
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._slots: list[tuple[Any, dict[str, Any]]] = []
         self._tensors: list[_Tensor] = []
+        self._sparse: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._arrays: list[Array] = []
+        self._objects: list[tuple[Array, list[Any]]] = []
         self._walk(batch)
         self._looks = looks
         self._marks = self._present_marks()
@@ -69,12 +79,30 @@ class RememberedBatch:
                 if _can_be_put_back(value):
                     own = value.requires_grad, value.grad if value.is_leaf else None, value.is_leaf
                     self._tensors.append(_Tensor(value, value.detach(), *own))
+                else:
+                    waiting += [(part, deep) for part in self._into_tensor(value)]
             elif isinstance(value, np.ndarray):
-                if value.dtype.hasobject is False and value.flags.writeable:
+                if value.dtype == object:
+                    self._objects.append((value, list(value.flat)))
+                    waiting += [(item, deep) for item in value.flat]
+                elif value.dtype.hasobject is False and value.flags.writeable:
                     self._arrays.append(value)
             else:
                 items, deep = self._into(value, deep=deep)
                 waiting += [(item, deep) for item in items]
+
+    def _into_tensor(self, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The tensors that another one is made of. A sparse one may be given others in place."""
+        if torch.nn.parameter.is_lazy(value) or value.is_inference():
+            return ()
+        if value.is_nested:
+            ragged: Any = value
+            return (ragged._values, ragged._offsets) if hasattr(value, "_offsets") else (value.values(),)
+        if value.layout not in _MADE_OF:
+            return ()
+        alias = value.detach()
+        self._sparse.append((value, alias))
+        return [getattr(alias, name)() for name in _MADE_OF[value.layout]]
 
     def _into(self, value: Any, *, deep: bool) -> tuple[Iterable[Any], bool]:
         """What is in there, and whether objects of the user's among it are looked into."""
@@ -113,6 +141,10 @@ class RememberedBatch:
 
     def put_back(self) -> bool:
         self._put_items_back()
+        for tensor, alias in self._sparse:
+            names = _MADE_OF[alias.layout]
+            if any(getattr(tensor, name)().data_ptr() != getattr(alias, name)().data_ptr() for name in names):
+                tensor.data = alias
         if not all(map(_put_tensor_back, self._tensors)):
             return False
         if self._copies is None:
@@ -133,6 +165,10 @@ class RememberedBatch:
             if each.keys() != entries.keys() or any(each[key] is not value for key, value in entries.items()):
                 each.clear()
                 each.update(entries)
+        for array, items in self._objects:
+            for place, item in enumerate(items):
+                if array.flat[place] is not item:
+                    array.flat[place] = item
         for value, slots in self._slots:
             for name, item in slots.items():
                 if getattr(value, name, None) is not item:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import xxhash
 
 from resilient_train.frameworks.roles import Objects, StateMark, WrittenEarly
 from resilient_train.frameworks.torch import module_values
@@ -309,8 +310,14 @@ class KeptState:
         return {state.name: state.mark() for state in self.states}
 
     def digests(self) -> list[tuple[str, str]]:
-        """Of each object of the user's: its name, and what it is now. Not of what keeps itself up to date."""
-        return [(state.name, digest_of_state(state_of(state.thing))) for state in self.states]
+        """Of each object of the user's, and of what its modules have otherwise than as they were built: the name, and
+        what it is now. Not of what keeps itself up to date.
+        """
+        states = [(f"state[{state.name!r}]", digest_of_state(state_of(state.thing))) for state in self.states]
+        return states + [
+            (f"{_told(key)}.{name}".replace("..", "."), xxhash.xxh3_128_hexdigest(repr(value).encode()))
+            for key, name, value in self._values.changed()
+        ]
 
     @property
     def lost(self) -> str:

@@ -21,6 +21,7 @@ import torch
 
 from resilient_train import script_place
 from resilient_train.frameworks.torch.extra_state import publishes
+from resilient_train.odd_text import is_text
 
 Plain = bool | int | float | str | None
 _HELD = frozenset((bool, int, float, complex, str, bytes, type(None)))
@@ -113,12 +114,20 @@ class ModuleValues:
         }
         found = []
         for key, module, plain in self._plain():
-            now = of_window.get(id(vars(module)), plain)
-            built = self._built[key].plain
-            changed = {name: now[name] for name in _unlike(now, built) if name in now}
-            if changed and all(map(_can_be_sent, changed.values())):
+            if changed := self._changed(key, of_window.get(id(vars(module)), plain)):
                 found.append(ValuesOf(key, changed))
         return tuple(found)
+
+    def _changed(self, key: Key, now: dict[str, Any]) -> dict[str, Any] | None:
+        """What is not as it was built. None: another process can't be told."""
+        changed = {name: now[name] for name in _unlike(now, self._built[key].plain) if name in now}
+        return changed if all(map(_can_be_sent, changed.values())) else None
+
+    def changed(self) -> list[tuple[Key, str, Plain]]:
+        """The same, one by one, but for modules that publish what is their rank's own."""
+        modules = dict(self._modules)
+        told = [each for each in self.told(self.held()) if not publishes(modules[each.module])]
+        return [(each.module, name, value) for each in told for name, value in each.values.items()]
 
     def take(self, told: Sequence[ValuesOf]) -> None:
         """Those of another process, which has built the same models. What a module publishes is its rank's own."""
@@ -134,7 +143,8 @@ class ModuleValues:
 
     def settled(self) -> list[tuple[object, frozenset[str]]]:
         """The modules of which another process can take over what they are, and the attributes."""
-        return [(module, frozenset(plain)) for _, module, plain in self._plain()]
+        told = ((key, module, plain) for key, module, plain in self._plain() if self._changed(key, plain) is not None)
+        return [(module, frozenset(plain)) for _, module, plain in told]
 
     def _plain(self) -> Iterator[tuple[Key, torch.nn.Module, dict[str, Any]]]:
         for key, module in self._modules:
@@ -183,6 +193,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _can_be_sent(value: Any) -> bool:
+    if type(value) is str:
+        return is_text(value)
     return type(value) in _SENT and (type(value) is not int or value in _INTS)
 
 

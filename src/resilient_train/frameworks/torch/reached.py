@@ -9,6 +9,7 @@ from itertools import islice
 from types import FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from resilient_train import script_place
@@ -35,6 +36,8 @@ def leads_to(each: Any) -> Iterable[Any] | None:
     """What it holds on to itself. None: too much, so it does not count."""
     if _leads_everywhere(type(each)):
         return None
+    if issubclass(type(each), np.ndarray) and each.dtype == object:
+        return [*each.flat]  # Python's collector does not look into it
     return () if issubclass(type(each), torch.Tensor) else gc.get_referents(each)
 
 

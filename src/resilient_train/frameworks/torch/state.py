@@ -42,6 +42,7 @@ from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.sharded import Replicas, Sharding, placed_like
 from resilient_train.frameworks.torch.snapshot_images import Called, Images
 from resilient_train.frameworks.torch.staging import Staging, on_host
+from resilient_train.frameworks.torch.watched_state import digest_of_state
 from resilient_train.frameworks.torch.zero import ZeroParts
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.nan import NanFound
@@ -323,7 +324,10 @@ class TorchState:
         return all(on_host(local(each)) for model in self._objects.models for each in model.parameters())
 
     def rows(self, *, extra: bool = False) -> list[tuple[str, str]]:
-        return self.kept.digests() if extra else rows_of(self.tree(core=True))
+        if not extra:
+            return rows_of(self.tree(core=True))
+        stepped = [(f"scheduler[{number}]", each) for number, each in enumerate(self._objects.schedulers)]
+        return self.kept.digests() + [(name, digest_of_state(state_of(each))) for name, each in stepped]
 
     def tensors(self) -> dict[Path, torch.Tensor]:
         """All tensors of the state by path."""

@@ -62,7 +62,7 @@ from resilient_train.protocol.commands import (
     Spawn,
 )
 from resilient_train.protocol.controller import Controller
-from resilient_train.protocol.difference_report import SharedObjects
+from resilient_train.protocol.difference_report import SharedObjects, rule
 from resilient_train.protocol.hang import Stall, Suspicion
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, Stage
 from resilient_train.protocol.progress import Activity, progress_of
@@ -410,11 +410,9 @@ class Agent:
         group = next((group for group in self._job.replicas.groups if rank in group), (rank,))
         for name, parties in self._shared_objects.heard(rank, frame, group, self._job.attempt):
             self._note("state_differs", rank=rank, detail={"name": name, "commits": frame.commits, "ranks": parties})
-            self._say(
-                f"state[{name!r}] is not the same on ranks {' and '.join(map(str, parties))}, but a replaced rank gets "
-                "that of another one: what each rank has of its own belongs in `rank_state=` (not so an average of a "
-                "model with BatchNorm: only its buffers differ)"
-            )
+            ranks = " and ".join(map(str, parties))
+            told = f"{name} is not the same on ranks {ranks}, but a replaced rank gets that of another one"
+            self._say(f"{told}: {rule(name)}")
 
     async def _open_vault(self, connection: RankConnection) -> None:
         connection.send(await self._saves.open())

@@ -121,7 +121,7 @@ def test_of_a_module_that_has_changed_anything_else_nothing_is_taken_over(change
     vars(model).update(change)
     model.drop.p = 0.1
     assert taken(of) == {(0, "drop"): {"p": 0.1}}
-    assert (model in [part for part, _ in of.settled()]) == ("number" in change)
+    assert not [each for each in of.settled() if each[0] is model]
 
 
 def test_another_module_in_its_place_was_not_built() -> None:
@@ -159,6 +159,51 @@ def test_what_a_module_publishes_stays_its_ranks_own() -> None:
     new.set_extra_state({"scale": torch.zeros(3), "seen": 7})
     theirs.take(of.told(of.held()))
     assert (new.heat, new._passes, new.seen, new.scale.tolist()) == (0.5, 1, 7, [0, 0, 0])
+
+
+class Alone(Annealed):
+    """It gives a copy of a tensor that each pass makes anew, and counts besides."""
+
+    def __init__(self, *, among_others: bool) -> None:
+        super().__init__()
+        self.among_others, self.scale, self.others = among_others, torch.ones(2), torch.zeros(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = self.scale * 0.5
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return (3, self.scale.clone()) if self.among_others else self.scale.clone()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state[1] if self.among_others else state
+
+
+@pytest.mark.parametrize("among_others", [False, True])
+def test_a_module_may_publish_without_names(among_others: bool) -> None:
+    """Whatever it gave but a dictionary, its other attributes were not taken over, and nobody was told."""
+    model, new = Alone(among_others=among_others), Alone(among_others=among_others)
+    of, theirs = values(model), values(new)
+    of.held()
+    model(torch.ones(1))
+    theirs.take(of.told(of.held()))
+    assert (new.heat, new._passes, new.scale.tolist()) == (0.5, 1, [1, 1])
+    ((_, names),) = [each for each in of.settled() if each[0] is model]
+    assert {"_passes", "scale"} <= names
+    model.others = model.others + 1
+    assert not [each for each in of.settled() if each[0] is model]
+
+
+def test_names_that_are_no_text_are_not_sent() -> None:
+    """They ended the first save of a job."""
+    model = Annealed()
+    of = values(model)
+    model.name = "caf\udce9"
+    assert taken(of) == {}
+    assert not [each for each in of.settled() if each[0] is model]
+    model.name = "café"
+    assert taken(of) == {(0, ""): {"name": "café"}}
+    assert of.changed() == [((0, ""), "name", "café")]
 
 
 def test_what_wraps_is_left_out() -> None:

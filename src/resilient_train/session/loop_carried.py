@@ -234,8 +234,8 @@ class _Registered:
         if not functions_of(held(part, "get_extra_state")):
             return False
         given = part.get_extra_state()
-        if not isinstance(given, Mapping):
-            return True
+        if not isinstance(given, Mapping):  # the attributes that it is made of are settled, if that can be told
+            return not (type(given) in (tuple, list) or _is_array(given))
         self._settled[id(part)] = {*self._settled.get(id(part), ()), *map(str, given)}
         values = [each for each in given.values() if _can_change(each)]
         self._kept += values

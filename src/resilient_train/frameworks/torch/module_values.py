@@ -63,9 +63,7 @@ class HeldValues(NamedTuple):
 
 class _Built(NamedTuple):
     module: torch.nn.Module
-    plain: dict[str, Any]
-    others: dict[str, int]
-    """Where each other attribute's object lies."""
+    parts: _Parts
 
 
 class ModuleValues:
@@ -80,7 +78,7 @@ class ModuleValues:
         self._look()
         self._built: dict[Key, _Built] = {} if before is None else before._built
         if not self._built:
-            self._built = {key: _Built(module, *_parted(module)) for key, module in self._modules}
+            self._built = {key: _Built(module, _parted(module)) for key, module in self._modules}
 
     def _look(self) -> None:
         self._read = [_attributes_of(module) for _, module in self._modules]
@@ -103,7 +101,7 @@ class ModuleValues:
         """What ``held`` was last, behind a body that may have been cut."""
         for (module, own, size, known, names, _), values in zip(*held, strict=True):
             if len(own) != size:
-                for name in _parted(module)[0].keys() - known:
+                for name in _parted(module).plain.keys() - known:
                     del own[name]
             own.update(zip(names, values, strict=True))
 
@@ -113,14 +111,14 @@ class ModuleValues:
             id(each.own): dict(zip(each.names, values, strict=True)) for each, values in zip(*held, strict=True)
         }
         found = []
-        for key, module, plain in self._plain():
-            if changed := self._changed(key, of_window.get(id(vars(module)), plain)):
+        for key, module, parts in self._parted():
+            if changed := self._changed(key, of_window.get(id(vars(module)), parts.plain)):
                 found.append(ValuesOf(key, changed))
         return tuple(found)
 
     def _changed(self, key: Key, now: dict[str, Any]) -> dict[str, Any] | None:
         """What is not as it was built. None: another process can't be told."""
-        changed = {name: now[name] for name in _unlike(now, self._built[key].plain) if name in now}
+        changed = {name: now[name] for name in _unlike(now, self._built[key].parts.plain) if name in now}
         return changed if all(map(_can_be_sent, changed.values())) else None
 
     def changed(self) -> list[tuple[Key, str, Plain]]:
@@ -142,40 +140,64 @@ class ModuleValues:
                 module.set_extra_state(published)
 
     def settled(self) -> list[tuple[object, frozenset[str]]]:
-        """The modules of which another process can take over what they are, and the attributes."""
-        told = ((key, module, plain) for key, module, plain in self._plain() if self._changed(key, plain) is not None)
-        return [(module, frozenset(plain)) for _, module, plain in told]
+        """The modules of which another process can take over what they are, and the attributes that it takes over, or
+        that they publish.
+        """
+        told = ((module, parts) for key, module, parts in self._parted() if self._changed(key, parts.plain) is not None)
+        return [(module, parts.given.union(parts.plain)) for module, parts in told]
 
-    def _plain(self) -> Iterator[tuple[Key, torch.nn.Module, dict[str, Any]]]:
+    def _parted(self) -> Iterator[tuple[Key, torch.nn.Module, _Parts]]:
+        """The modules that have changed nothing else."""
         for key, module in self._modules:
-            built = self._built.get(key)
-            plain, others = _parted(module)
-            if built is not None and built.module is module and built.others == others:
-                yield key, module, plain
+            built, parts = self._built.get(key), _parted(module)
+            if built is not None and built.module is module and built.parts.others == parts.others:
+                yield key, module, parts
 
 
 def _attributes_of(module: torch.nn.Module) -> _Attributes:
     own = vars(module)
-    names = tuple(_parted(module)[0])
+    names = tuple(_parted(module).plain)
     if len(names) == 1:
         names = names * 2  # else it would be read as a value, and not as a tuple of one
     read = operator.itemgetter(*names) if names else lambda _: ()
     return _Attributes(module, own, len(own), frozenset(own), names, read)
 
 
-def _parted(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, int]]:
-    """Its plain attributes, and where the others are, but for what it publishes. Private ones of a library's class are
-    that library's business.
-    """
+class _Parts(NamedTuple):
+    """Of a module: its plain attributes, those that it publishes, and where each of the others lies."""
+
+    plain: dict[str, Any]
+    given: frozenset[str]
+    others: dict[str, int]
+
+
+def _parted(module: torch.nn.Module) -> _Parts:
+    """Private ones of a library's class are that library's business."""
     private = _kind_of(module).no_library
-    counted = [(name, value) for name, value in vars(module).items() if private or not name.startswith("_")]
-    counted = [each for each in counted if each[0] not in _OF_ANY]
-    plain = {name: value for name, value in counted if type(value) in _HELD}
-    others = {name: id(value) for name, value in counted if name not in plain}
-    if others and publishes(module) and isinstance(given := module.get_extra_state(), Mapping):
-        given_too = set(map(id, given.values()))
-        others = {name: each for name, each in others.items() if name not in given and each not in given_too}
-    return plain, others
+    counted = {name: value for name, value in vars(module).items() if private or not name.startswith("_")}
+    plain = {name: value for name, value in counted.items() if name not in _OF_ANY and type(value) in _HELD}
+    others = {name: value for name, value in counted.items() if name not in _OF_ANY and name not in plain}
+    given = _given_of(module, others) if others and publishes(module) else frozenset[str]()
+    return _Parts(plain, given, {name: id(value) for name, value in others.items() if name not in given})
+
+
+def _given_of(module: torch.nn.Module, attributes: Mapping[str, Any]) -> frozenset[str]:
+    """Those of which it gives the value, or a copy, in ``get_extra_state()``: in a container, or alone."""
+    given = module.get_extra_state()
+    if isinstance(given, Mapping):
+        names, values = set(given), list(given.values())
+    else:
+        names, values = set(), list(given) if isinstance(given, (tuple, list)) else [given]
+    return frozenset(
+        name for name, value in attributes.items() if name in names or any(_is_copy(each, value) for each in values)
+    )
+
+
+def _is_copy(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return tensors and (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(one, other)
 
 
 def unlike(one: Sequence[ValuesOf], other: Sequence[ValuesOf]) -> list[tuple[Key, str]]:

@@ -1,7 +1,11 @@
 """``session.call`` without an agent, and the order of calls and random numbers with one that is played."""
 
+import io
+import random
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +13,7 @@ import resilient_train as rt
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch.arguments import look
 from resilient_train.protocol.rank_effects import Mode
+from resilient_train.session.body_variables import BodyVariables
 from resilient_train.session.calls import BodyCall, Calls
 from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step
@@ -50,7 +55,7 @@ class PlayedDriver:
     def window_open(self) -> bool:
         return self.begun and (self.place > 0 or not self.next)
 
-    def look(self, arguments: Any) -> bytes:
+    def look(self, arguments: Any, variables: Any) -> bytes:
         return repr(arguments).encode()
 
     def announces(self, look: bytes) -> None:
@@ -119,6 +124,95 @@ def test_a_body_that_writes_into_its_arguments_is_told_when_it_is_called_again()
     assert driver.bodies == 9
 
 
+COUNT = 0
+"""Of the module, as loops that are no function's have theirs."""
+
+
+@pytest.mark.parametrize("of_module", [False, True])
+def test_a_body_that_runs_again_finds_the_variables_around_it_as_they_were(of_module: bool) -> None:
+    """Those that the loop moves on; and those that bodies count by."""
+    global COUNT
+    driver, seen, count, name, there = PlayedDriver(5, 6), list[str](), 0, "", ""
+    calls, _ = played(driver, Numbers())
+
+    def body(unused: None) -> str:
+        nonlocal count
+        count += 1
+        seen.append(f"{name}{count}")
+        return seen[-1]
+
+    def body_of_module() -> str:
+        global COUNT
+        COUNT += 1
+        seen.append(f"{name}{COUNT}")
+        return seen[-1]
+
+    COUNT = 0
+    results = []
+    for name in "abcdef":
+        del there  # a variable that has no value, while it runs
+        made = BodyCall(body_of_module, (), {}) if of_module else BodyCall(partial(body), (None,), {})
+        results.append(calls.make(made))
+        there = name
+    assert there == "f"
+    assert results == ["a1", "b2", "c3", "d4", "e5", "f6"]
+    assert seen == ["a1", "b2", "c3", *("d4", "e5"), *("d4",), *("d4", "e5"), "f6"]
+    assert (name, COUNT if of_module else count) == ("f", 6)
+
+
+def test_a_body_that_has_none_is_called_all_the_same() -> None:
+    def late() -> str:
+        return there
+
+    variables = BodyVariables(late)
+    there = "by then"
+    with variables.as_found(), pytest.raises(NameError):
+        late()
+    assert late() == "by then"
+    with BodyVariables(len).as_found():
+        pass
+
+
+def test_what_a_body_gets_by_partial_is_looked_at() -> None:
+    driver = PlayedDriver(5)
+    calls, _ = played(driver, Numbers())
+    for name in "abcdef":
+        calls.make(BodyCall(partial(lambda names: names.append(1), [name]), (), {}))
+    assert driver.others == [3, 4]
+
+
+@pytest.mark.parametrize("given", [iter([1]), [zip([1])], {"x": (each for each in ())}])
+def test_what_can_be_used_once_is_refused(given: Any) -> None:
+    calls, _ = played(PlayedDriver(), Numbers())
+    for made in (
+        BodyCall(print, (given,), {}),
+        BodyCall(partial(print, given), (), {}),
+        BodyCall(print, (), {"x": given}),
+    ):
+        with pytest.raises(UsageError, match="to its body, which can be gone through once"):
+            calls.make(made)
+
+
+def test_a_log_is_no_data() -> None:
+    calls, _ = played(PlayedDriver(), Numbers())
+    calls.make(BodyCall(lambda log: log.write("x"), (io.StringIO(),), {}))
+
+
+def test_an_earlier_body_that_updates_when_it_runs_again_ends_the_loop() -> None:
+    """It went on for ever: no call came to its own body any more."""
+    driver = PlayedDriver(3)
+    calls, _ = played(driver, Numbers())
+
+    def body() -> None:
+        if driver.bodies == 3:  # the first one, once more
+            driver.place = 2
+
+    for _ in range(2):
+        calls.make(BodyCall(body, (), {}))
+    with pytest.raises(UsageError, match="body 1 of 3 has updated when it ran again, and had not before"):
+        calls.make(BodyCall(body, (), {}))
+
+
 def test_collectives_between_two_calls_of_a_window_are_off() -> None:
     driver = PlayedDriver()
     calls, _ = played(driver, Numbers())
@@ -180,4 +274,13 @@ def test_a_look_tells_one_batch_from_another() -> None:
     assert look(batch.reshape(10, 100)) != look(batch)
     assert look(batch.numpy()) != look(batch.numpy()[::-1])
     assert look((torch.zeros(0), torch.tensor(1.0), torch.randn(3).bfloat16(), torch.ones(2, 3).t())) != b""
-    assert look((3, "words", None)) == b""
+    assert look({"n": 3, "of": ["words", None]}) != look({"n": 4, "of": ["words", None]})
+    assert look(object()) == look([]) == b""
+    for generator in (torch.Generator(), np.random.default_rng(0), random.Random(0)):
+        before = look(generator), look([], [generator])
+        assert before[0] != b"" != before[1]
+        getattr(generator, "random", lambda of=generator: torch.rand(1, generator=of))()
+        assert look(generator) != before[0]
+        assert look([], [generator]) != before[1]
+    assert look([], [object(), 3, [batch]]) == b"", "of variables data alone"
+    assert look([], [batch]) != look([], [batch + 1])

@@ -7,7 +7,7 @@ otherwise. ``frameworks/__init__.py`` finds the engine of a user's model; ``fram
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -656,8 +656,10 @@ class Data(Protocol):
     ``neighbour_inputs.py`` (both).
     """
 
-    def look(self, arguments: Any) -> bytes:
-        """A digest of a few words of the data in nested ``arguments``, without waiting for a device; empty if none."""
+    def look(self, arguments: Any, variables: Iterable[Any] = ()) -> bytes:
+        """A digest of a few words of the data in nested ``arguments``, and of those of ``variables`` that are data,
+        without waiting for a device; empty if none.
+        """
         ...
 
     def remember(self, batch: Any, *, copies: bool, looks: bool) -> Remembered:

@@ -14,12 +14,14 @@ nor run again: ``driver.py`` ends its process, and a new one begins behind it.
 
 from __future__ import annotations
 
+import io
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from resilient_train.errors import UsageError
 from resilient_train.protocol.rank_effects import Mode
+from resilient_train.session.body_variables import BodyVariables, parts_of
 from resilient_train.session.driver import Driver
 from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step
@@ -49,16 +51,53 @@ class BodyCall(NamedTuple):
         return self.body(*self.args, **self.kwargs)
 
 
+class _KeptCall:
+    """Of the open window, for a redo. Raises UsageError for arguments that can be used once only."""
+
+    def __init__(self, call: BodyCall, look: Callable[[Any, list[Any]], bytes]) -> None:
+        self.call = call
+        self._given = (call.args, call.kwargs), *parts_of(call.body)
+        _refuse_iterators(self._given)
+        self._variables = BodyVariables(call.body)
+        self._look_at = look
+        self.look = self._look()
+        """At what the body was given."""
+
+    def _look(self) -> bytes:
+        return self._look_at(self._given, self._variables.found)
+
+    def make(self) -> Any:
+        """Calls the body."""
+        with self._variables.as_found():
+            return self.call.make()
+
+    def has_changed(self) -> bool:
+        """Whether the body has written into what it is given, since this was asked last."""
+        before = self.look
+        if before:
+            self.look = self._look()
+        return self.look != before
+
+
+def _refuse_iterators(given: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> None:
+    for value in (each for args, kwargs in given for each in (*args, *kwargs.values())):
+        inner = value if type(value) in (list, tuple) else value.values() if type(value) is dict else ()
+        for each in (value, *inner):
+            if isinstance(each, Iterator) and not isinstance(each, io.IOBase):
+                raise UsageError(
+                    f"session.call hands a {type(each).__qualname__} to its body, which can be gone through once: a "
+                    "step that is redone would find it used up; hand over what the body is to take from it "
+                    "(docs/how-to/trainers.md)"
+                )
+
+
 class Calls:
     """The calls of one rank under an agent."""
 
     def __init__(self, driver: Driver, random: BodiesRandom) -> None:
         self._driver = driver
         self._random = random
-        self._window: list[BodyCall] = []
-        """Of the open window, for a redo."""
-        self._looks: list[bytes] = []
-        """At their arguments, as they were given."""
+        self._window: list[_KeptCall] = []
         self._met: Step | None = None
         """The first step, asked for by ``position`` and not entered yet."""
         self._failed = -1
@@ -85,11 +124,10 @@ class Calls:
                 f"the body of step {self._failed} was left by an exception before its update, and session.call() was "
                 "called again: what that body has left half-done can't be told from what a redo must bring back"
             )
-        look = self._driver.look((call.args, call.kwargs))
+        kept = _KeptCall(call, self._driver.look)
         if not self._window:
-            self._driver.announces(look)
-        self._window.append(call)
-        self._looks.append(look)
+            self._driver.announces(kept.look)
+        self._window.append(kept)
         try:
             with self._random:
                 result = self._make_all()
@@ -103,7 +141,6 @@ class Calls:
         finally:
             if not self._driver.window_open:
                 self._window.clear()
-                self._looks.clear()
 
     def _make_all(self) -> Any:
         """The newest call, and before it those that a fault has undone."""
@@ -111,24 +148,22 @@ class Calls:
         while step is not None:
             place = self._driver.place
             with step:
-                if place < made:
-                    self._look_again(place)
+                if place < made and self._window[place].has_changed():
+                    self._driver.gets_other_arguments()
                 made = max(made, place + 1)
                 result = self._window[place].make()
             if step.done and place + 1 == len(self._window):
                 return result
+            if step.done and not self._driver.window_open:
+                raise UsageError(
+                    f"body {place + 1} of {len(self._window)} has updated when it ran again, and had not before: what "
+                    "decides that must be handed over as an argument (docs/how-to/trainers.md)"
+                )
             step = self._driver.next_step(_ENDLESS)
         raise UsageError(
             "session.call() was called when all other ranks had left their loops: ask session.position.over before the "
             "first call"
         )
-
-    def _look_again(self, place: int) -> None:
-        """A body of the window is called once more."""
-        call, look = self._window[place], self._looks[place]
-        if look and look != (now := self._driver.look((call.args, call.kwargs))):
-            self._looks[place] = now  # told once
-            self._driver.gets_other_arguments()
 
     def _first(self) -> Step | None:
         self._loop_waits()

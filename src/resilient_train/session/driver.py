@@ -13,7 +13,7 @@ import socket
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from msgspec import structs
@@ -262,9 +262,9 @@ class Driver:
             self._event("loop_carried", {"names": list(found.names), "place": found.place})
             self._tell(found.told())
 
-    def look(self, arguments: Any) -> bytes:
-        """A body gets these."""
-        return self._engine.data.look(arguments)
+    def look(self, arguments: Any, variables: Sequence[Any]) -> bytes:
+        """A body gets these, and reads those."""
+        return self._engine.data.look(arguments, variables)
 
     def announces(self, look: bytes) -> None:
         """The next body gets these. Tells people if another process had begun its step with other ones."""

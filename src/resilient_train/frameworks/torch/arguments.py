@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import xxhash
 
 _ELEMENTS = 64
 """Of each tensor, evenly spread: another batch has others."""
+_DATA = torch.Tensor, np.ndarray, torch.Generator, np.random.Generator, random.Random
+_NUMBERS = {int, float, complex, bool, str, bytes, type(None)}
 _ARRAYS = {
     *(torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8),
     *(torch.int8, torch.int16, torch.int32, torch.int64),
@@ -18,13 +21,15 @@ _ARRAYS = {
 """NumPy has these too, and reads them in a fifth of the time."""
 
 
-def look(tree: Any) -> bytes:
-    """A digest of a few elements of each tensor and array in nested mappings, lists and tuples; empty without any.
+def look(tree: Any, variables: Iterable[Any] = ()) -> bytes:
+    """A digest of a few elements of each tensor and array in nested mappings, lists and tuples, of numbers and texts,
+    and of generators of random numbers; empty without any.
 
     Of tensors in a device's memory, and of those that are no plain ones, shape and type alone: a look into a device's
-    memory would wait for the device.
+    memory would wait for the device. Of ``variables``, which may be anything, only tensors, arrays and generators
+    are looked at.
     """
-    seen = b"".join(_seen(tree))
+    seen = b"".join([*_seen(tree), *(part for each in variables if isinstance(each, _DATA) for part in _seen(each))])
     return xxhash.xxh3_64_digest(seen) if seen else b""
 
 
@@ -43,8 +48,19 @@ def _seen(tree: Any) -> Iterator[bytes]:
         for value in tree.values():
             yield from _seen(value)
     elif isinstance(tree, (list, tuple)):
+        if tree and type(tree[0]) in _NUMBERS:
+            yield repr(tree[:_ELEMENTS]).encode(errors="surrogatepass")
+            return
         for value in tree:
             yield from _seen(value)
+    elif type(tree) in _NUMBERS:
+        yield repr(tree).encode(errors="surrogatepass")
+    elif isinstance(tree, torch.Generator) and tree.device.type == "cpu":
+        yield tree.get_state().numpy().tobytes()
+    elif isinstance(tree, np.random.Generator):
+        yield repr(tree.bit_generator.state).encode()
+    elif isinstance(tree, random.Random):
+        yield repr(tree.getstate()).encode()
 
 
 def _elements(tensor: torch.Tensor) -> bytes:

@@ -1,0 +1,84 @@
+"""The variables around a body that it names: of the functions that it is written in, and of its module.
+
+Those of the loop go on: ``for x in loader: session.call(lambda: train(x))``. Where gradients are accumulated, a body of
+the window that runs again would find the newest ones. So it finds them as they were when it was called; what it writes
+there itself stays written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+_EMPTY = object()
+"""What a variable is that has no value (yet, or any more)."""
+
+
+class BodyVariables:
+    """As they were when ``body`` was called."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        function = _function_of(body)
+        self._cells: tuple[CellType, ...] = (function.__closure__ or ()) if function else ()
+        self._globals: dict[str, Any] = function.__globals__ if function else {}
+        named = function.__code__.co_names if function else ()
+        self._names = [name for name in named if name in self._globals]
+        self.found = self._now()
+
+    def _now(self) -> list[Any]:
+        return [*map(_content_of, self._cells), *(self._globals.get(name, _EMPTY) for name in self._names)]
+
+    def _write(self, place: int, value: Any) -> None:
+        if place >= len(self._cells):
+            name = self._names[place - len(self._cells)]
+            if value is _EMPTY:
+                self._globals.pop(name, None)
+            else:
+                self._globals[name] = value
+        elif value is not _EMPTY:
+            self._cells[place].cell_contents = value
+        else:
+            with contextlib.suppress(ValueError):
+                del self._cells[place].cell_contents
+
+    @contextlib.contextmanager
+    def as_found(self) -> Iterator[None]:
+        """Within, they are that once more."""
+        now = self._now()
+        moved = [place for place, value in enumerate(self.found) if value is not now[place]]
+        for place in moved:
+            self._write(place, self.found[place])
+        try:
+            yield
+        finally:
+            left = self._now() if moved else []
+            for place in moved:
+                if left[place] is self.found[place]:  # else it is the body's own
+                    self._write(place, now[place])
+
+
+def _content_of(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
+
+
+def parts_of(body: Callable[..., Any]) -> list[Any]:
+    """What ``functools.partial`` adds to its arguments."""
+    found = []
+    while type(body) is functools.partial:
+        found.append((body.args, body.keywords))
+        body = body.func
+    return found
+
+
+def _function_of(body: Callable[..., Any]) -> FunctionType | None:
+    while type(body) is functools.partial:
+        body = body.func
+    if type(body) is MethodType:
+        body = body.__func__
+    return body if type(body) is FunctionType else None

@@ -87,6 +87,16 @@ def test_a_mean_of_each_ranks_own_that_is_said_to_be_alike_is_told_once(tmp_path
     assert run.err.count("state['own'] is not the same on ranks [0] and [1] and [2], but a replaced rank gets") == 1
 
 
+def test_a_process_that_begins_in_another_of_the_scripts_loops_says_so(tmp_path: Path) -> None:
+    """It is through with its own when the others are: the job ends well all the same."""
+    plan = ("--faults", "kill rank=1 step=6; kill rank=1 step=10 incarnation=1")
+    run = launch(tmp_path / "run", "mistaken.py", "epochs", "12", ranks=2, flags=plan)
+    assert run.code == 0, run.explain()
+    told = [event["detail"] for event in run.of("other_loop")]
+    assert told == [{"next": 6, "loops": 2, "missed": 1}, {"next": 10, "loops": 3, "missed": 2}], run.explain()
+    assert "step 6 belongs to loop 2 of the script over session.steps(), and this process is in its loop 1" in run.err
+
+
 def test_messages_that_are_received_in_another_step_end_the_job_at_a_fault(tmp_path: Path) -> None:
     """It is told long before. Else the next one would be taken for one that is lost: other bits, and nobody told."""
     kill = "kill rank=2 step=9 phase=COMPUTE at=backward"

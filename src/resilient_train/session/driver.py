@@ -226,7 +226,11 @@ class Driver:
     def steps(self, total: int, start: int) -> Iterator[Step]:
         """See ``Session.steps``."""
         if self._told_end:
+            if self._publication.missed_loops:  # the other ranks have had one more, and are through
+                self._publication.missed_loops -= 1
+                return
             raise UsageError(LOOP_IS_OVER)
+        self._publication.loops += 1
         step = self.next_step(total, start)
         while step is not None:
             yield step
@@ -1201,7 +1205,16 @@ class Driver:
         )
 
     def _tell_strayed(self, number: int) -> None:
-        """The loader has been brought to where step ``number`` begins. Is it there?"""
+        """The loader has been brought to where step ``number`` begins. Is it there? And is the script?"""
+        if missed := self._publication.newly_missed():
+            loops = self._publication.loops
+            self._event("other_loop", {"next": number, "loops": loops, "missed": missed})
+            say_aside(
+                f"rank {self._link.rank}: step {number} belongs to loop {loops} of the script over session.steps(), "
+                f"and this process is in its loop {loops - missed}: what goes by that (an epoch that is counted "
+                "around the loops, what stands between them) comes out otherwise than in the undisturbed run; let it "
+                "come from step.number or step.epoch (docs/how-to/loops.md)"
+            )
         if not self._cursor.strayed:
             return
         epoch, taken = self._cursor.place

@@ -46,6 +46,8 @@ class Publication:
         """
         self._tails_draw = False
         """See ``Published``."""
+        self.loops = self.missed_loops = self._missed_told = 0
+        """See ``Published``; and how many of them this process has not begun, since it began in a later one."""
         self.behind: tuple[str, ...] = ()
         """What the tail that this process takes up may have written, and is as it was before it."""
 
@@ -65,7 +67,7 @@ class Publication:
             self._begun = commits, numbers, own
             self._tails_draw |= self._before_tail.get(commits, (own, numbers))[1] != numbers
         # Where tails draw, it counts that this one has not.
-        parts = commits, number, random, position, own, called, ahead and self._tails_draw
+        parts = commits, number, random, position, own, called, ahead and self._tails_draw, self.loops
         if parts == self._newest:
             return
         payload = self._encoder.encode(
@@ -87,11 +89,17 @@ class Publication:
                 ahead,
                 headed,
                 self._tails_draw,
+                self.loops,
             )
         )
         self._link.peers.publish(commits, payload)
         self._newest = parts
         self.latest = payload
+
+    def newly_missed(self) -> int:
+        """``missed_loops``, if that is news."""
+        news, self._missed_told = self.missed_loops - self._missed_told, self.missed_loops
+        return self.missed_loops if news > 0 else 0
 
     def around_tail(self, commits: int) -> WrittenInTail:
         """What the tail that leads to update ``commits``, and is over, has written of what this rank alone has."""
@@ -115,6 +123,8 @@ class Publication:
         self._begun = -1, b"", b""
         lost = tail._replace(drawn=tail.drawn or held.tails_draw) if held.ahead else NOTHING_WRITTEN
         self._tails_draw = held.tails_draw
+        self.missed_loops += max(0, held.loops - self.loops)
+        self.loops = max(held.loops, self.loops)
         # Before the loader: its order, and its workers, may come of it.
         self.behind = self._rank_state.restore(held.rank, lost) + (_DRAWN if lost.drawn else ())
         self._cursor.load(

@@ -5,13 +5,15 @@
 rank 1 changes a parameter by itself, after the update. ``early``: a loss is given to the check in front of the body.
 ``ahead``: the next step's batch is drawn into a local variable. ``iterator``: of a loader that the Session does not
 know. ``unsteady``: random numbers that no seed decides. ``own-mean``: a mean of this rank's own losses, where only what
-is alike belongs. ``carries``: a message that is sent in one step and received in the next.
+is alike belongs. ``carries``: a message that is sent in one step and received in the next. ``epochs``: the loop is left
+and entered again each four steps, and what it is in counts.
 """
 
 import argparse
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -70,10 +72,25 @@ own, common = Mean(), Mean()
 sent: list[object] = []
 inputs, over = torch.randn(8, 6), iter(DataLoader(torch.randn(256, 6), batch_size=8))
 state = {"common": common, "own": own} if mode == "own-mean" else {}
+epoch = 0
+
+
+def steps(session: rt.Session) -> Iterator[rt.Step]:
+    global epoch
+    if mode != "epochs":
+        yield from session.steps(asked.steps)
+        return
+    for epoch in range(asked.steps // 4):
+        for step in session.steps(asked.steps):
+            yield step
+            if step.done and step.number % 4 == 3 and step.number < asked.steps - 1:
+                break
+
+
 with rt.Session(model=model, optimizer=registered, state=state) as session:
     if asked.save:
         session.save_every(steps=asked.save, memory_steps=asked.memory)
-    for step in session.steps(asked.steps):
+    for step in steps(session):
         if mode == "early":
             session.check(1.0)
         with step:
@@ -84,7 +101,7 @@ with rt.Session(model=model, optimizer=registered, state=state) as session:
                 inputs = torch.randn(8, 6)
             if mode == "unsteady":
                 loss = loss * (1 + int.from_bytes(os.urandom(4)) / 2**24)
-            loss.backward()
+            (loss * (1 + epoch)).backward()
             if mode == "carries" and rank == 0:
                 sent = [*sent[-2:], (inputs, dist.isend(inputs, 1))]  # gloo: it is over when it is received
             if mode == "carries" and rank == 1 and step.number > 0:

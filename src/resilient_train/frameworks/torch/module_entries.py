@@ -29,10 +29,14 @@ class ModuleEntries(Generic[T]):
         """Whether these stand there, one for each."""
         return same_objects(self.now(), known)
 
-    def put(self, wanted: Sequence[T | None]) -> None:
-        """Puts these there, where it is not so."""
+    def put(self, wanted: Sequence[T | None], *, takes_away: bool = False) -> None:
+        """Puts these there, where it is not so. ``takes_away``: with the name, where there was none."""
         for owner, name, each in zip(self._dicts, self._names, wanted, strict=True):
-            if owner.get(name) is not each:
+            if owner.get(name) is each:
+                continue
+            if each is None and takes_away:
+                del owner[name]
+            else:
                 owner[name] = each
 
 

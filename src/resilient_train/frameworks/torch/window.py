@@ -25,6 +25,7 @@ from resilient_train.frameworks.torch.containers import copy_tree
 from resilient_train.frameworks.torch.flowing import Flowing
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
+from resilient_train.frameworks.torch.left_on import Switches
 from resilient_train.frameworks.torch.optimizer_states import WrittenStates
 from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import TorchRankState
@@ -39,7 +40,7 @@ class _Start(NamedTuple):
     """What a redo of the window goes back to; the parameters have not changed by then."""
 
     random: bytes
-    gradients: bool
+    switches: Switches
     shares_buffers: list[bool]
 
 
@@ -74,6 +75,8 @@ class TorchWindow:
         self._buckets = Buckets(objects.models)
         self._carried_gradients = CarriedGradients(objects.models)
         self._flowing = Flowing(objects)
+        parameter = next((each for model in objects.models for each in model.parameters()), None)
+        self._kind = parameter.device.type if parameter is not None else "cpu"
         self._start: _Start | None = None
         self._undo: dict[str, Any] | None = None
         self._registered = {id(optimizer): _sizes(optimizer) for optimizer in objects.optimizers}
@@ -173,11 +176,11 @@ class TorchWindow:
         self._rank_state.buffers.look(closely=self._state.kept.looks_closely)
         self._rank_state.keep()
         self._state.keep(whole=whole)
-        self._start = _Start(random_state(), torch.is_grad_enabled(), self._buckets.shares_buffers)
         self._carried_gradients.begin()
         self._flowing.begin()
         if not self._buckets.known:
             self._buckets.record()
+        self._start = _Start(random_state(), Switches(self._kind), self._buckets.shares_buffers)
 
     def rollback(self, *, intact: bool = True) -> str:
         start = self._start
@@ -187,8 +190,7 @@ class TorchWindow:
         if self._undo is not None:
             self._state.restore(self._undo)
             self._undo = None
-        # `with torch.set_grad_enabled(False)` switches before its `with` begins; cut in between, nobody switches back.
-        torch.set_grad_enabled(start.gradients)
+        start.switches.put_back(self._objects.models, self._objects.optimizers)
         gradients = self._state.kept.gradients()
         self._carried_gradients.forget()
         self._flowing.forget()

@@ -1,0 +1,69 @@
+"""What a body switches on and off again without ``finally``: a fault that cuts it leaves it on.
+
+``handle = layer.register_forward_hook(...)``, a pass, ``handle.remove()``; ``torch.set_autocast_enabled("cpu", True)``.
+The step that runs again would do it twice, and all that come after would run with the first one. So hooks that were
+hung on since are taken off, and the switches are what they were. Hooks of libraries stay: these know what they have
+hung where.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from resilient_train import script_place
+
+_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class Switches:
+    """Of torch, as they are now. ``kind``: of the devices that are trained on."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._cache, self._dtype = torch.is_autocast_cache_enabled(), torch.get_default_dtype()
+        self._gradients = torch.is_grad_enabled()
+        self._hooks = RemovableHandle.next_id
+
+    def put_back(self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> None:
+        """The same again, with the hooks that there were."""
+        # `with torch.set_grad_enabled(False)` switches before its `with` begins; cut in between, nobody switches back.
+        torch.set_grad_enabled(self._gradients)
+        enabled, dtype = self._autocast
+        torch.set_autocast_enabled(self._kind, enabled)
+        torch.set_autocast_dtype(self._kind, dtype)
+        torch.set_autocast_cache_enabled(self._cache)
+        if torch.get_default_dtype() is not self._dtype:
+            torch.set_default_dtype(self._dtype)
+        if RemovableHandle.next_id == self._hooks:
+            return
+        for hooks in _hooks_in(models, optimizers):
+            for number in [each for each, hook in hooks.items() if each >= self._hooks and _is_users(hook)]:
+                del hooks[number]
+
+
+def _hooks_in(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> Iterator[dict[int, Any]]:
+    """All dictionaries of them, by their handles' numbers."""
+    holders: list[tuple[Any, tuple[str, ...]]] = [(each, _OF_OPTIMIZERS) for each in optimizers]
+    for model in models:
+        holders += ((module, _OF_MODULES) for module in model.modules())
+        holders += ((parameter, _OF_TENSORS) for parameter in model.parameters())
+    for holder, names in holders:
+        yield from filter(None, (getattr(holder, name, None) for name in names))
+
+
+def _is_users(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    if code is not None:
+        return script_place.is_users(code.co_filename)
+    return script_place.is_users(getattr(sys.modules.get(type(hook).__module__), "__file__", None) or "")

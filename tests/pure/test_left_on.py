@@ -1,0 +1,90 @@
+"""What a body that was cut has left switched on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from resilient_train.frameworks.torch.left_on import Switches
+from resilient_train.frameworks.torch.module_entries import ModuleEntries
+
+
+def hook(*_: object) -> None:
+    pass
+
+
+class Hook:
+    def __call__(self, *_: object) -> None:
+        pass
+
+    def method(self, *_: object) -> None:
+        pass
+
+
+HANGS: list[Callable[[nn.Module, Any, Any], object]] = [
+    lambda model, _, hung: model[0].register_forward_hook(hung),
+    lambda model, _, hung: model.register_forward_pre_hook(hung),
+    lambda model, _, hung: model.register_full_backward_hook(hung),
+    lambda model, _, hung: model[0].register_full_backward_pre_hook(hung),
+    lambda model, _, hung: model[0].weight.register_hook(hung),
+    lambda model, _, hung: model[0].weight.register_post_accumulate_grad_hook(hung),
+    lambda _, optimizer, hung: optimizer.register_step_pre_hook(hung),
+    lambda _, optimizer, hung: optimizer.register_step_post_hook(hung),
+]
+
+
+def hung_on(model: nn.Module, optimizer: Any) -> int:
+    modules = [vars(each).values() for each in (*model.modules(), optimizer)]
+    tensors = [(each._backward_hooks or {}, each._post_accumulate_grad_hooks or {}) for each in model.parameters()]
+    found = [held for values in (*modules, *tensors) for held in values if isinstance(held, dict)]
+    return sum(type(number) is int for held in found for number in held)
+
+
+@pytest.mark.parametrize("hang", HANGS)
+@pytest.mark.parametrize("hung", [hook, functools.partial(hook, 1), Hook(), Hook().method])
+def test_hooks_of_the_bodys_are_taken_off_and_others_stay(hang: Any, hung: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hang(model, optimizer, hung)
+    before = Switches("cpu")
+    before.put_back([model], [optimizer])
+    assert hung_on(model, optimizer) == 1
+    hang(model, optimizer, hung)
+    handle = hang(model, optimizer, hung)
+    hang(model, optimizer, nn.functional.relu)
+    assert hung_on(model, optimizer) == 4
+    before.put_back([model], [optimizer])
+    assert hung_on(model, optimizer) == 2, "a library's hook stays"
+    handle.remove()
+    assert hung_on(model, optimizer) == 2
+
+
+def test_switches_of_torch() -> None:
+    before = Switches("cpu")
+    was = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype()
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_dtype("cpu", torch.float16)
+    torch.set_autocast_cache_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    before.put_back([], [])
+    assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype()) == was
+    assert torch.is_autocast_cache_enabled()
+    assert torch.is_grad_enabled()
+
+
+def test_what_stands_in_the_place_of_a_method() -> None:
+    layer = nn.Linear(2, 2)
+    forwards: ModuleEntries[Any] = ModuleEntries([(vars(layer), "forward")])
+    found = forwards.now()
+    layer.forward = hook
+    second = forwards.now()
+    forwards.put(found, takes_away=True)
+    assert "forward" not in vars(layer)
+    forwards.put(second, takes_away=True)
+    assert layer.forward is hook

@@ -164,6 +164,19 @@ def test_sparse_buffers_are_refused(fake_world: None) -> None:
         take(model)
 
 
+def test_autocast_around_the_loop_is_refused(fake_world: None) -> None:
+    """It keeps the first casts of the weights until it is left. Around a body that is called it is left each time."""
+    state = take(net()).state
+    with torch.autocast("cpu"):
+        with pytest.raises(StateError, match=r"torch.autocast is around the loop: .* put it around the forward pass"):
+            state.check()
+        state.check(around=False)
+        take(net().bfloat16()).state.check()
+    with torch.autocast("cpu", cache_enabled=False):
+        state.check()
+    state.check()
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:`torch.jit.script`")
 def test_what_can_not_be_put_back_bit_by_bit_is_refused(fake_world: None) -> None:
     """A quantized buffer ended the rank by SIGSEGV, a scripted module the Session with a word of pybind's."""

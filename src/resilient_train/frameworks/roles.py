@@ -499,8 +499,10 @@ class State(Protocol):
     ``nan_watch.py``.
     """
 
-    def check(self) -> None:
-        """Raises StateError if some of it can't be carried to another process."""
+    def check(self, *, around: bool = True) -> None:
+        """Raises StateError if some of it can't be carried to another process. ``around``: what is switched on now is
+        so for the whole loop.
+        """
         ...
 
     def replicas(self, told: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

@@ -376,7 +376,7 @@ class Driver:
                 self._from_replica.loops_begin = LoopsBegin(commits, self._publication.headed)
                 self._tell_strayed(start)
             try:
-                self._engine.state.check()
+                self._engine.state.check(around=not self.calling)
             except StateError as error:
                 self._link.channel.send(m.Refused(str(error)))
                 raise

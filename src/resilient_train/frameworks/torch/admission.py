@@ -96,6 +96,19 @@ def _near(things: Iterable[Any]) -> Iterator[Any]:
                 yield from (*named.nonlocals.values(), *named.globals.values())
 
 
+def cast_once(models: Iterable[torch.nn.Module]) -> str:
+    """That ``torch.autocast`` is around the loop, which then trains on the first casts of its weights; empty: not."""
+    trained = (each for model in models for each in model.parameters() if each.requires_grad)
+    kinds = {each.device.type for each in trained if each.dtype is torch.float32 and each.is_leaf}
+    if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds)):
+        return (
+            "torch.autocast is around the loop: it keeps what it has cast until it is left, so no forward pass sees an "
+            "update, and a process that takes a place casts other weights; put it around the forward pass, or give it "
+            "cache_enabled=False"
+        )
+    return ""
+
+
 def _check_model(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model: {type(model).__qualname__} is no torch.nn.Module")

@@ -289,8 +289,9 @@ class TorchState:
         first, version = self._shared.setdefault((optimizer, name), (shared, shared._version))
         return first is not shared or shared._version != version
 
-    def check(self) -> None:
-        if told := self._misplaced() or admission.goes_on(self._objects.models):
+    def check(self, *, around: bool = True) -> None:
+        models = self._objects.models
+        if told := self._misplaced() or admission.goes_on(models) or (around and admission.cast_once(models)):
             raise StateError(told)
         for path, tensor in flatten(self.tree(), TENSORS)[1].items():
             if is_sharded(tensor) and path[0] not in ("model", "optimizer"):

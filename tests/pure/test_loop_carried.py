@@ -259,6 +259,30 @@ CALLED = {
         "t()",
         ("self.rng in T.__call__",),
     ),
+    "a generator in a dictionary": (
+        "held = {'rng': numbers}\ndef f():\n    held['rng'].beta(1, 1)",
+        "f()",
+        ("held['rng'] in f",),
+    ),
+    "a function in a list": (
+        "def g():\n    global total\n    total += 1\nall_of = [g]",
+        "all_of[0]()",
+        ("total in g",),
+    ),
+    "no entry": (
+        "held = {}\ndef f():\n    if len(held):\n        use(held['rng'], held[x], held[total + 1])",
+        "f()",
+        (),
+    ),
+    "a function of autograd": (
+        (
+            "class F:\n    seen = 0\n    apply = classmethod(use)\n"
+            "    @staticmethod\n    def forward(ctx, x):\n        return x / (F.seen + 1)\n"
+            "    @staticmethod\n    def backward(ctx, x):\n        F.seen = 0.9 * F.seen + 1\n        return x"
+        ),
+        "F.apply(x)",
+        ("F.seen in F.forward",),
+    ),
     "a function around it": (
         "def make():\n    n = 0\n    def f():\n        nonlocal n\n        n += 1\n    return f\nf = make()",
         "f()",

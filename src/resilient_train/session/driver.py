@@ -59,7 +59,7 @@ from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import Cursor
-from resilient_train.session.loop_carried import body_carried, leaves_out, loop_carried
+from resilient_train.session.loop_carried import body_carried, given_by, leaves_out, loop_carried
 from resilient_train.session.loop_head import LoopHead
 from resilient_train.session.nan_watch import NanWatch
 from resilient_train.session.neighbour_inputs import NeighbourInputs
@@ -256,7 +256,9 @@ class Driver:
         try:
             loose = [each for each in registered if leaves_out(each)]
             whole = [each for each in registered if not any(each is one for one in loose)]
-            known = [each for each in (*ours, *whole) if each is not None]
+            known = [
+                each for each in (*ours, *whole, *(part for one in whole for part in given_by(one))) if each is not None
+            ]
             of_models = (*objects.models, *loose), self._engine.window.settled()
             found = body_carried(body, known, *of_models) if body else loop_carried(frame, known, *of_models)
         except Exception as error:  # a text that it does not understand is no reason to end a job that goes on

@@ -38,6 +38,7 @@ from resilient_train.session.static_lookup import (
     functions_of,
     held,
     hooks_of,
+    is_class,
     isinstance_past,
     moves_when_used,
     variables,
@@ -49,6 +50,7 @@ _CALLS_MAX = 500
 _PLAIN = (int, float, complex, bool, str, bytes, tuple, list, dict, set, frozenset, deque)
 """Of a module's attributes, what its state_dict() has not; nor has it tensors and arrays that are no buffers."""
 _STEP = "training_step"
+_OF_AUTOGRAD = ("forward", "setup_context", "backward")
 """Of a Lightning module."""
 _TENSORS = ("_parameters", "_buffers")
 _OF_ARRAYS = ("add_", "__array_interface__")
@@ -132,6 +134,11 @@ def leaves_out(thing: Any) -> bool:
     """
     of_torch = type(held(thing, "_modules")) is dict and not functions_of(held(thing, "state_dict"))
     return of_torch or (held(thing, "state_dict") is not UNKNOWN and not thing.state_dict())
+
+
+def given_by(thing: Any) -> list[object]:
+    """The tensors and arrays that its ``state_dict()`` gives, not copies of them: it has them somewhere within."""
+    return [*_arrays_in(thing.state_dict())] if held(thing, "state_dict") is not UNKNOWN else []
 
 
 def _told_of(flow: _Flow, run: Callable[[], None], place: str) -> LoopCarried | None:
@@ -280,9 +287,10 @@ class _Scope:
         value = self.values.get(first, UNKNOWN)
         while value is not UNKNOWN:
             found.append(value)
-            if not others or others[0].startswith("["):
+            if not others:
                 break
-            value = held(value, others.pop(0))
+            part = others.pop(0)
+            value = _at(value, part) if part.startswith("[") else held(value, part)
         return found
 
     def key(self, name: str) -> Key:
@@ -296,6 +304,17 @@ class _Scope:
     def is_whole(self, name: str) -> bool:
         """Whether it is known what the whole name stands for."""
         return len(self.path(name)) == len(_parts(name))
+
+
+def _at(value: Any, entry: str) -> Any:
+    """``entry``: ``['c']``. UNKNOWN: it has none, or which one is not written there."""
+    try:
+        key = ast.literal_eval(entry[1:-1])
+        if isinstance_past(value, (dict,)):
+            return dict.get(value, key, UNKNOWN)
+        return value[key] if type(value) in (list, tuple) and type(key) is int else UNKNOWN
+    except (ValueError, SyntaxError, TypeError, IndexError):
+        return UNKNOWN
 
 
 def _parts(name: str) -> list[str]:
@@ -628,6 +647,8 @@ class _Flow:
             *around, value = scope.path(name)
             owner = around[-1] if around else UNKNOWN
             self.follow(functions_of(value, owner), node)
+            if name.endswith(".apply") and is_class(owner):  # autograd's functions
+                self.follow(each for verb in _OF_AUTOGRAD for each in functions_of(held(owner, verb)))
             for part in all_parts(value):
                 self.follow([*hooks_of(part), *(functions_of(part) if part is not value else ())])
         for argument in (*node.args, *(each.value for each in node.keywords)):  # an optimizer's closure, for instance

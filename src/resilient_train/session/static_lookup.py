@@ -80,7 +80,7 @@ def counts_for_itself(value: Any) -> bool:
 
 def held(value: Any, attribute: str) -> Any:
     """As it lies in the object, or in its class: a method there is a function. UNKNOWN: nothing does."""
-    if _is_class(value):
+    if is_class(value):
         return next((each[attribute] for each in _held_by(value) if attribute in each), UNKNOWN)
     of_class = next((each[attribute] for each in _held_by(type(value)) if attribute in each), UNKNOWN)
     if type(of_class) is MemberDescriptorType:  # a slot
@@ -99,7 +99,8 @@ def isinstance_past(value: Any, kinds: tuple[type, ...]) -> bool:
     return any(base is kind for base in _ORDER.__get__(type(value)) for kind in kinds)
 
 
-def _is_class(value: Any) -> bool:
+def is_class(value: Any) -> bool:
+    """Whatever a proxy says."""
     return any(each is type for each in _ORDER.__get__(type(value)))
 
 
@@ -152,7 +153,7 @@ def functions_of(value: Any, owner: Any = UNKNOWN) -> list[CalledFunction]:
     value, owner = _bare(value, owner)
     if type(value) is FunctionType:
         return [CalledFunction(value, owner)] if script_place.is_users(value.__code__.co_filename) else []
-    if value is UNKNOWN or _is_class(value):
+    if value is UNKNOWN or is_class(value):
         return []
     inner = (_bare(held(value, name), value)[0] for name in ("__call__", "forward"))
     return [

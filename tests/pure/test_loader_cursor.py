@@ -127,6 +127,27 @@ def take(position: Cursor, count: int) -> list[tuple[Any, int]]:
     return found
 
 
+@pytest.mark.parametrize("labels", ["as before", "others"])
+def test_the_first_batch_of_a_pass_is_compared_with_what_it_was(labels: str) -> None:
+    """A loop makes its data anew between two passes: the batch before is one of the old data, and says nothing."""
+    first, second = (cursor([1, 2]) for _ in range(2))
+    take(first, 2)
+    before = first.position()
+    assert not first.begun
+    first.loader[:] = [3, 4]
+    assert take(first, 1) == [(3, 1)]
+    begun = first.begun
+    assert begun
+    second.load(before._replace(begun=begun))
+    assert not second.strayed
+    second.loader[:] = [3, 4] if labels == "as before" else [1, 2]
+    take(second, 1)
+    assert second.strayed == (labels == "others")
+    second.strayed = False
+    take(second, 2)
+    assert not second.strayed, "of the next pass nothing is known"
+
+
 class Persistent(Shuffling):
     """Draws a seed for its workers when it makes them, and not when it goes on with them."""
 

@@ -853,6 +853,9 @@ class Driver:
         before = self._steady() if looks else {}
         with self._engine.collectives.loading():
             same = self._batches.draw(place, whole=whole)
+        if not again and self._cursor.begun:
+            self._publication.pass_begun(self._rank.commits, self._cursor.begun)
+            self._tell_strayed(self._rank.number)
         if not same:
             self._lose(f"the batch of step {self._rank.number}, or state that its loader moves on,", self._rank.number)
         if looks:
@@ -1220,6 +1223,7 @@ class Driver:
         if not self._cursor.strayed:
             return
         epoch, taken = self._cursor.place
+        self._cursor.strayed = False  # it is told
         self._event("other_data", {"next": number, "epoch": epoch, "batch": taken - 1})
         say_aside(
             f"rank {self._link.rank}: its loader was brought to where step {number} begins, and gives another batch "

@@ -49,6 +49,8 @@ class DataPosition(NamedTuple):
     """A look at the batch before this position, as it was drawn; empty where there is nothing to see."""
     drawn_from: bytes = b""
     """The random state from which that one was drawn, if drawing it moved the random numbers."""
+    begun: bytes = b""
+    """A look at the first batch of the next pass to begin, if it has been drawn from here before."""
 
 
 _NOWHERE = DataPosition(0, 0, b"", b"")
@@ -94,7 +96,9 @@ class Cursor:
         """Somebody publishes the position, so each batch is looked at."""
         self.strayed = False
         """The position that was taken up last was not found: the batch before it is another one here."""
-        self._last = self._drawn_from = b""
+        self._last = self._drawn_from = self._expected = b""
+        self.begun = b""
+        """A look at the first batch of a pass, if that was drawn last."""
         self._reused: bool | None = None
         """See ``DataPosition``; None: no pass has begun, and the loader is as the script has made it."""
         self._generators = _generators_of(loader)
@@ -137,6 +141,10 @@ class Cursor:
         self._index += 1
         if self._looks:  # now: a body may write into it
             self._last = self._data.look(value)
+            self.begun = self._last if self._index == 1 else b""
+            if self.begun:
+                self.strayed = self.strayed or self._expected not in (b"", self.begun)
+                self._expected = b""
             self._drawn_from = drawn_from if drawn_from != self._data.random_state() else b""
         return Batch(value, self._epoch)
 
@@ -209,7 +217,7 @@ class Cursor:
     def load(self, position: DataPosition) -> None:
         """Takes up a position. The global random state is left as it was, and what else the order was drawn from."""
         self._epoch, self._index, self._epoch_random, packed, self._skipped, self._reused, *drawn = position
-        self._last, self._drawn_from = drawn
+        self._last, self._drawn_from, self._expected = drawn
         self._iterator, self.strayed = None, False
         own = self._data.unpack(packed) if packed else {"inner": None, "generators": b"", "now": b"", "own": {}}
         self._epoch_generators, self._drawn_by, self._before = own["generators"], own["own"], {}

@@ -89,7 +89,7 @@ class Publication:
                 ahead,
                 headed,
                 self._tails_draw,
-                self.loops,
+                loops=self.loops,
             )
         )
         self._link.peers.publish(commits, payload)
@@ -100,6 +100,14 @@ class Publication:
         """``missed_loops``, if that is news."""
         news, self._missed_told = self.missed_loops - self._missed_told, self.missed_loops
         return self.missed_loops if news > 0 else 0
+
+    def pass_begun(self, commits: int, first: bytes) -> None:
+        """Publishes it once more: the update has begun a pass, and ``first`` is a look at its first batch."""
+        held = read(self.latest)
+        if held.commits == commits and not held.begun:
+            held.begun = first
+            self.latest = self._encoder.encode(held)
+            self._link.peers.publish(commits, self.latest)
 
     def around_tail(self, commits: int) -> WrittenInTail:
         """What the tail that leads to update ``commits``, and is over, has written of what this rank alone has."""
@@ -137,6 +145,7 @@ class Publication:
                 held.reused,
                 held.last,
                 held.drawn_from,
+                held.begun,
             )
         )
         self._data.restore_random_state(held.random)

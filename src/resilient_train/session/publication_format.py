@@ -39,6 +39,10 @@ class Published(msgspec.Struct, array_like=True):
     """Whether the state that goes with it holds what a loop of calls does in front of the step's call."""
     tails_draw: bool = False
     """Whether a tail of this rank's has drawn random numbers: rank 0's alone, say, which evaluates now and then."""
+    begun: bytes = b""
+    """A look at the first batch of the pass that the update begins, as it was drawn; empty if it begins none, or has
+    not drawn it yet.
+    """
     loops: int = 0
     """How many of the script's loops over ``session.steps()`` the training has begun; 0: it is one of calls."""
 

@@ -21,8 +21,8 @@ from resilient_train.errors import ProtocolError
 MAGIC = 0x52544152454E4131
 VERSION = 3
 SLOTS = 4
-"""Start-of-update publications come at most twice per update (after READY, and again if the tail changed something),
-and those of two updates are needed at a time."""
+"""Start-of-update publications come at most three times per update (after READY; if the tail changed something; where
+it begins a pass over the data), and of two updates at a time the newest is needed."""
 
 _HEADER = struct.Struct("<QQQQ")
 _HEADER_BYTES = 4096

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from resilient_train.frameworks.torch.left_on import Switches
+from resilient_train.frameworks.torch.left_on import SwitchedOn
 from resilient_train.frameworks.torch.module_entries import ModuleEntries
 
 
@@ -51,7 +51,7 @@ def test_hooks_of_the_bodys_are_taken_off_and_others_stay(hang: Any, hung: Any) 
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hang(model, optimizer, hung)
-    before = Switches("cpu")
+    before = SwitchedOn("cpu")
     before.put_back([model], [optimizer])
     assert hung_on(model, optimizer) == 1
     hang(model, optimizer, hung)
@@ -65,7 +65,7 @@ def test_hooks_of_the_bodys_are_taken_off_and_others_stay(hang: Any, hung: Any) 
 
 
 def test_switches_of_torch() -> None:
-    before = Switches("cpu")
+    before = SwitchedOn("cpu")
     was = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype()
     torch.set_autocast_enabled("cpu", True)
     torch.set_autocast_dtype("cpu", torch.float16)

@@ -23,7 +23,7 @@ _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-class Switches:
+class SwitchedOn:
     """Of torch, as they are now. ``kind``: of the devices that are trained on."""
 
     def __init__(self, kind: str) -> None:

@@ -25,7 +25,7 @@ from resilient_train.frameworks.torch.containers import copy_tree
 from resilient_train.frameworks.torch.flowing import Flowing
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
-from resilient_train.frameworks.torch.left_on import Switches
+from resilient_train.frameworks.torch.left_on import SwitchedOn
 from resilient_train.frameworks.torch.optimizer_states import WrittenStates
 from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import TorchRankState
@@ -40,7 +40,7 @@ class _Start(NamedTuple):
     """What a redo of the window goes back to; the parameters have not changed by then."""
 
     random: bytes
-    switches: Switches
+    switches: SwitchedOn
     shares_buffers: list[bool]
 
 
@@ -180,7 +180,7 @@ class TorchWindow:
         self._flowing.begin()
         if not self._buckets.known:
             self._buckets.record()
-        self._start = _Start(random_state(), Switches(self._kind), self._buckets.shares_buffers)
+        self._start = _Start(random_state(), SwitchedOn(self._kind), self._buckets.shares_buffers)
 
     def rollback(self, *, intact: bool = True) -> str:
         start = self._start

@@ -160,6 +160,23 @@ def test_a_body_that_runs_again_finds_the_variables_around_it_as_they_were(of_mo
     assert (name, COUNT if of_module else count) == ("f", 6)
 
 
+def test_what_is_put_back_between_stays_put_back() -> None:
+    """An object in ``state`` may load its state by giving the variable another tensor, and the body writes in place."""
+    total = [0]
+
+    def body() -> None:
+        total[0] += 1
+
+    variables = BodyVariables(body)
+    with variables.as_found():
+        body()
+    variables.cut()
+    total = [0]
+    with variables.as_found():
+        body()
+    assert total == [1]
+
+
 def test_a_body_that_has_none_is_called_all_the_same() -> None:
     def late() -> str:
         return there

@@ -27,6 +27,13 @@ class BodyVariables:
         named = function.__code__.co_names if function else ()
         self._names = [name for name in named if name in self._globals]
         self.found = self._now()
+        self._at_cut: list[Any] | None = None
+
+    def cut(self) -> None:
+        """A body of the window has been left by a fault, and registered state is about to be put back. What stands for
+        something else behind that has been put back: it is right.
+        """
+        self._at_cut = self._now()
 
     def _now(self) -> list[Any]:
         return [*map(_content_of, self._cells), *(self._globals.get(name, _EMPTY) for name in self._names)]
@@ -48,7 +55,8 @@ class BodyVariables:
     def as_found(self) -> Iterator[None]:
         """Within, they are that once more."""
         now = self._now()
-        moved = [place for place, value in enumerate(self.found) if value is not now[place]]
+        before = now if self._at_cut is None else self._at_cut
+        moved = [place for place, each in enumerate(self.found) if each is not now[place] is before[place]]
         for place in moved:
             self._write(place, self.found[place])
         try:

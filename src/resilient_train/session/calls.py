@@ -71,6 +71,10 @@ class _KeptCall:
         with self._variables.as_found():
             return self.call.make()
 
+    def cut(self) -> None:
+        """The step is left by an exception, before anything is put back."""
+        self._variables.cut()
+
     def has_changed(self) -> bool:
         """Whether the body has written into what it is given, since this was asked last."""
         before = self.look
@@ -151,7 +155,12 @@ class Calls:
                 if place < made and self._window[place].has_changed():
                     self._driver.gets_other_arguments()
                 made = max(made, place + 1)
-                result = self._window[place].make()
+                try:
+                    result = self._window[place].make()
+                except BaseException:
+                    for each in self._window:
+                        each.cut()
+                    raise
             if step.done and place + 1 == len(self._window):
                 return result
             if step.done and not self._driver.window_open:

@@ -109,7 +109,7 @@ class HeldSnapshots:
                 self._keep_to(self._connect(member=True))
             except HolderSilentError:
                 return
-            except HolderLostError:
+            except VaultError:
                 with contextlib.suppress(VaultError):  # then there is none
                     await self._find()
 

@@ -55,7 +55,7 @@ class PlayedDriver:
     def window_open(self) -> bool:
         return self.begun and (self.place > 0 or not self.next)
 
-    def look(self, arguments: Any, variables: Any) -> bytes:
+    def look(self, arguments: Any, variables: Any, *, plain: bool) -> bytes:
         return repr(arguments).encode()
 
     def announces(self, look: bytes) -> None:
@@ -292,7 +292,7 @@ def test_a_look_tells_one_batch_from_another() -> None:
     assert look(batch.numpy()) != look(batch.numpy()[::-1])
     assert look((torch.zeros(0), torch.tensor(1.0), torch.randn(3).bfloat16(), torch.ones(2, 3).t())) != b""
     assert look({"n": 3, "of": ["words", None]}) != look({"n": 4, "of": ["words", None]})
-    assert look(object()) == look([]) == b""
+    assert look({"n": 3, "of": ["words", None]}, plain=False) == look(object()) == look([]) == b""
     for generator in (torch.Generator(), np.random.default_rng(0), random.Random(0)):
         before = look(generator), look([], [generator])
         assert before[0] != b"" != before[1]

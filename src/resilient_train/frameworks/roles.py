@@ -658,9 +658,9 @@ class Data(Protocol):
     ``neighbour_inputs.py`` (both).
     """
 
-    def look(self, arguments: Any, variables: Iterable[Any] = ()) -> bytes:
+    def look(self, arguments: Any, variables: Iterable[Any] = (), *, plain: bool = True) -> bytes:
         """A digest of a few words of the data in nested ``arguments``, and of those of ``variables`` that are data,
-        without waiting for a device; empty if none.
+        without waiting for a device; empty if none. ``plain``: numbers and texts are data, too.
         """
         ...
 

@@ -54,17 +54,19 @@ class BodyCall(NamedTuple):
 class _KeptCall:
     """Of the open window, for a redo. Raises UsageError for arguments that can be used once only."""
 
-    def __init__(self, call: BodyCall, look: Callable[[Any, list[Any]], bytes]) -> None:
+    def __init__(self, call: BodyCall, look: Callable[..., bytes]) -> None:
         self.call = call
         self._given = (call.args, call.kwargs), *parts_of(call.body)
         _refuse_iterators(self._given)
         self._variables = BodyVariables(call.body)
         self._look_at = look
-        self.look = self._look()
-        """At what the body was given."""
+        self._seen = self.look(plain=True)
 
-    def _look(self) -> bytes:
-        return self._look_at(self._given, self._variables.found)
+    def look(self, *, plain: bool) -> bytes:
+        """At what the body is given. ``plain``: at numbers and texts too, which may be others in another process (how
+        often it was called) and the same data.
+        """
+        return self._look_at(self._given, self._variables.found, plain=plain)
 
     def make(self) -> Any:
         """Calls the body."""
@@ -77,10 +79,10 @@ class _KeptCall:
 
     def has_changed(self) -> bool:
         """Whether the body has written into what it is given, since this was asked last."""
-        before = self.look
+        before = self._seen
         if before:
-            self.look = self._look()
-        return self.look != before
+            self._seen = self.look(plain=True)
+        return self._seen != before
 
 
 def _refuse_iterators(given: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> None:
@@ -130,7 +132,7 @@ class Calls:
             )
         kept = _KeptCall(call, self._driver.look)
         if not self._window:
-            self._driver.announces(kept.look)
+            self._driver.announces(kept.look(plain=False))
         self._window.append(kept)
         try:
             with self._random:

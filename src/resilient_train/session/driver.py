@@ -268,9 +268,9 @@ class Driver:
             self._event("loop_carried", {"names": list(found.names), "place": found.place})
             self._tell(found.told())
 
-    def look(self, arguments: Any, variables: Sequence[Any]) -> bytes:
-        """A body gets these, and reads those."""
-        return self._engine.data.look(arguments, variables)
+    def look(self, arguments: Any, variables: Sequence[Any], *, plain: bool) -> bytes:
+        """A body gets these, and reads those. See ``frameworks/roles.Data``."""
+        return self._engine.data.look(arguments, variables, plain=plain)
 
     def announces(self, look: bytes) -> None:
         """The next body gets these. Tells people if another process had begun its step with other ones."""

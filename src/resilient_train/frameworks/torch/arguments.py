@@ -21,19 +21,20 @@ _ARRAYS = {
 """NumPy has these too, and reads them in a fifth of the time."""
 
 
-def look(tree: Any, variables: Iterable[Any] = ()) -> bytes:
-    """A digest of a few elements of each tensor and array in nested mappings, lists and tuples, of numbers and texts,
-    and of generators of random numbers; empty without any.
+def look(tree: Any, variables: Iterable[Any] = (), *, plain: bool = True) -> bytes:
+    """A digest of a few elements of each tensor and array in nested mappings, lists and tuples, of generators of
+    random numbers, and (``plain``) of numbers and texts; empty without any.
 
     Of tensors in a device's memory, and of those that are no plain ones, shape and type alone: a look into a device's
     memory would wait for the device. Of ``variables``, which may be anything, only tensors, arrays and generators
     are looked at.
     """
-    seen = b"".join([*_seen(tree), *(part for each in variables if isinstance(each, _DATA) for part in _seen(each))])
+    data = (each for each in variables if isinstance(each, _DATA))
+    seen = b"".join(part for each in (tree, *data) for part in _seen(each, plain=plain))
     return xxhash.xxh3_64_digest(seen) if seen else b""
 
 
-def _seen(tree: Any) -> Iterator[bytes]:
+def _seen(tree: Any, *, plain: bool) -> Iterator[bytes]:
     if isinstance(tree, torch.Tensor):
         if tree.is_nested:
             return
@@ -46,14 +47,14 @@ def _seen(tree: Any) -> Iterator[bytes]:
             yield tree.reshape(-1)[:: max(1, tree.size // _ELEMENTS)].tobytes()
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from _seen(value)
+            yield from _seen(value, plain=plain)
     elif isinstance(tree, (list, tuple)):
         if tree and type(tree[0]) in _NUMBERS:
-            yield repr(tree[:_ELEMENTS]).encode(errors="surrogatepass")
+            yield repr(tree[:_ELEMENTS]).encode(errors="surrogatepass") if plain else b""
             return
         for value in tree:
-            yield from _seen(value)
-    elif type(tree) in _NUMBERS:
+            yield from _seen(value, plain=plain)
+    elif plain and type(tree) in _NUMBERS:
         yield repr(tree).encode(errors="surrogatepass")
     elif isinstance(tree, torch.Generator) and tree.device.type == "cpu":
         yield tree.get_state().numpy().tobytes()

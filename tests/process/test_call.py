@@ -41,6 +41,15 @@ def runs(run: Run, rank: int) -> list[tuple[int, str]]:
     return [tuple(json.loads(line)) for line in lines]
 
 
+def test_what_hangs_in_front_of_the_first_call_stays(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    """It stands where no call comes by again, and is nothing that a body has left on."""
+    quiet = undisturbed_of("called.py", "--steps", "12", "--hangs", ranks=2)
+    plan = "hcce rank=1 step=0; kill rank=1 step=5 phase=COMPUTE at=backward; hcce rank=0 step=8"
+    run = run_of(tmp_path / "run", "--steps", "12", "--hangs", plan=plan)
+    assert_same(run, quiet, recoveries=3)
+    assert quiet.digests() != undisturbed_of("called.py", "--steps", "12", ranks=2).digests()
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("accumulate", "plan"), [(1, EVERYWHERE), (3, IN_WINDOWS)])
 def test_a_loop_that_calls_its_bodies(tmp_path: Path, undisturbed_of: Undisturbed, accumulate: int, plan: str) -> None:

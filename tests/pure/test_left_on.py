@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from resilient_train.frameworks.torch.left_on import SwitchedOn
+from resilient_train.frameworks.torch.left_on import SwitchedOn, forwards_of
 from resilient_train.frameworks.torch.module_entries import ModuleEntries
 
 
@@ -51,40 +51,57 @@ def test_hooks_of_the_bodys_are_taken_off_and_others_stay(hang: Any, hung: Any) 
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hang(model, optimizer, hung)
-    before = SwitchedOn("cpu")
-    before.put_back([model], [optimizer])
+    before = SwitchedOn("cpu", ModuleEntries(()))
+    before.put_back([model], [optimizer], called=False)
     assert hung_on(model, optimizer) == 1
     hang(model, optimizer, hung)
     handle = hang(model, optimizer, hung)
     hang(model, optimizer, nn.functional.relu)
     assert hung_on(model, optimizer) == 4
-    before.put_back([model], [optimizer])
+    before.put_back([model], [optimizer], called=False)
     assert hung_on(model, optimizer) == 2, "a library's hook stays"
     handle.remove()
     assert hung_on(model, optimizer) == 2
 
 
 def test_switches_of_torch() -> None:
-    before = SwitchedOn("cpu")
+    before = SwitchedOn("cpu", ModuleEntries(()))
     was = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype()
     torch.set_autocast_enabled("cpu", True)
     torch.set_autocast_dtype("cpu", torch.float16)
     torch.set_autocast_cache_enabled(False)
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
-    before.put_back([], [])
+    before.put_back([], [], called=False)
     assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype()) == was
     assert torch.is_autocast_cache_enabled()
     assert torch.is_grad_enabled()
 
 
 def test_what_stands_in_the_place_of_a_method() -> None:
-    layer = nn.Linear(2, 2)
-    forwards: ModuleEntries[Any] = ModuleEntries([(vars(layer), "forward")])
-    found = forwards.now()
-    layer.forward = hook
-    second = forwards.now()
-    forwards.put(found, takes_away=True)
-    assert "forward" not in vars(layer)
-    forwards.put(second, takes_away=True)
-    assert layer.forward is hook
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].forward = nn.functional.relu
+    before = SwitchedOn("cpu", forwards_of([model]))
+    model[0].forward = hook
+    model[1].forward = hook
+    second = SwitchedOn("cpu", forwards_of([model]))
+    before.put_back([model], [], called=False)
+    assert "forward" not in vars(model[0])
+    assert model[1].forward is nn.functional.relu
+    second.put_back([model], [], called=False)
+    assert (model[0].forward, model[1].forward) == (hook, hook)
+
+
+def test_in_a_loop_of_calls_they_may_stand_in_front_of_the_call() -> None:
+    """It is not run again, so nothing of it is taken back."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    before = SwitchedOn("cpu", forwards_of([model]))
+    model[0].register_forward_hook(hook)
+    model[0].forward = hook
+    torch.set_grad_enabled(False)
+    with torch.autocast("cpu"):
+        before.put_back([model], [], called=True)
+        assert torch.is_autocast_enabled("cpu")
+    assert hung_on(model, model) == 1
+    assert model[0].forward is hook
+    assert torch.is_grad_enabled()

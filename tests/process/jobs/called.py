@@ -108,6 +108,12 @@ class Job:
         with contextlib.nullcontext() if last else self.model.no_sync():
             yield
 
+    def hang_on(self) -> None:
+        first, _, activation, *_ = self.model.module
+        forward = activation.forward
+        activation.forward = lambda x: 1.25 * forward(x)
+        first.register_forward_hook(lambda _module, _given, output: 0.75 * output)
+
     def between(self, number: int) -> None:
         if self.asked.draws:
             torch.rand(1 + number)
@@ -186,6 +192,8 @@ class Job:
                         self.between(step.number)
                 return
             start = session.position
+            if self.asked.hangs:
+                self.hang_on()
             print(f"rank {dist.get_rank()} begins at {start}", flush=True)
             for number in range(start.step, self.asked.steps):
                 place = number + (self.asked.strays and start.step > 0)
@@ -222,6 +230,7 @@ if __name__ == "__main__":
     parser.add_argument("--evaluates", action="store_true")
     parser.add_argument("--strays", action="store_true", help="a new process takes other batches")
     parser.add_argument("--changes", action="store_true", help="many things in front of each call")
+    parser.add_argument("--hangs", action="store_true", help="a hook, and another forward, in front of the first call")
     parser.add_argument("--wrong", default="", help="what is done in step 1")
     parser.add_argument("--counts-from", type=int, default=-1, help="from this step on, behind calls without update")
     parser.add_argument("--counts-in-bodies", action="store_true")

@@ -73,8 +73,6 @@ class _Modes(NamedTuple):
     requires_grad: list[bool]
     with_gradient: list[bool]
     switched: Held
-    forwards: list[Any]
-    """A module's own, in the place of its class's."""
     values: module_values.HeldValues
 
 
@@ -106,8 +104,7 @@ class KeptState:
         self._modules: list[tuple[Key, torch.nn.Module]] = []
         self._switches = ModuleSwitches(())
         self._values = ModuleValues()
-        self._forwards: ModuleEntries[Any] = ModuleEntries(())
-        self._modes = _Modes([], [], [], [], [], module_values.HeldValues([], []))
+        self._modes = _Modes([], [], [], [], module_values.HeldValues([], []))
         self._parameters: ModuleEntries[torch.nn.Parameter] = ModuleEntries(())
         self._there: list[torch.Tensor | None] = []
         """What the window found in these places, and ..."""
@@ -163,7 +160,6 @@ class KeptState:
             ]
             self._switches = ModuleSwitches(self._models)
             self._values = ModuleValues(self._modules, self._values)
-            self._forwards = ModuleEntries((vars(module), "forward") for _, module in self._modules)
         there = self._parameters.now()
         where = [*map(torch.Tensor.data_ptr, self._aliases)]
         if same_objects(there, self._there) and [*map(self.address, self._tensors)] == where:
@@ -185,7 +181,6 @@ class KeptState:
             [*map(_REQUIRES_GRAD, self._tensors)],
             [each is not None and each.layout is strided for each in map(_GRADIENT, self._tensors)],
             self._switches.held(),
-            self._forwards.now(),
             self._values.held(),
         )
 
@@ -378,7 +373,6 @@ class KeptState:
             _set_requires_grad(tensor, on=trained)
         self._switches.put_back(modes.switched)
         self._values.put_back(modes.values)
-        self._forwards.put(modes.forwards, takes_away=True)
 
     def _put_back(self, place: _Place, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         if place.owner.get(place.name) is not tensor:

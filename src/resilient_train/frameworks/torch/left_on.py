@@ -4,39 +4,53 @@
 The step that runs again would do it twice, and all that come after would run with the first one. So hooks that were
 hung on since are taken off, and the switches are what they were. Hooks of libraries stay: these know what they have
 hung where.
+
+Not in a loop of calls: what stands in front of a call there is not run again, and a hook may be of that.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from resilient_train import script_place
+from resilient_train.frameworks.torch.module_entries import ModuleEntries
 
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-class SwitchedOn:
-    """Of torch, as they are now. ``kind``: of the devices that are trained on."""
+def forwards_of(models: Iterable[torch.nn.Module]) -> ModuleEntries[Any]:
+    """Where a module has one of its own, in the place of its class's."""
+    return ModuleEntries((vars(module), "forward") for model in models for module in model.modules())
 
-    def __init__(self, kind: str) -> None:
+
+class SwitchedOn:
+    """Of torch, as they are now, and ``forwards``. ``kind``: of the devices that are trained on."""
+
+    def __init__(self, kind: str, forwards: ModuleEntries[Any]) -> None:
         self._kind = kind
+        self._forwards, self._forwards_there = forwards, forwards.now()
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._cache, self._dtype = torch.is_autocast_cache_enabled(), torch.get_default_dtype()
         self._gradients = torch.is_grad_enabled()
         self._hooks = RemovableHandle.next_id
 
-    def put_back(self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> None:
-        """The same again, with the hooks that there were."""
+    def put_back(self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], *, called: bool) -> None:
+        """The same again, with the hooks that there were. ``called``: in a loop of calls, so only whether gradients are
+        on.
+        """
         # `with torch.set_grad_enabled(False)` switches before its `with` begins; cut in between, nobody switches back.
         torch.set_grad_enabled(self._gradients)
+        if called:
+            return
+        self._forwards.put(self._forwards_there, takes_away=True)
         enabled, dtype = self._autocast
         torch.set_autocast_enabled(self._kind, enabled)
         torch.set_autocast_dtype(self._kind, dtype)

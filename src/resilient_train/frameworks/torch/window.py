@@ -6,7 +6,7 @@ The registered optimizers are seen for the Session, the others for what they may
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,7 +25,7 @@ from resilient_train.frameworks.torch.containers import copy_tree
 from resilient_train.frameworks.torch.flowing import Flowing
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
-from resilient_train.frameworks.torch.left_on import SwitchedOn
+from resilient_train.frameworks.torch.left_on import SwitchedOn, forwards_of
 from resilient_train.frameworks.torch.optimizer_states import WrittenStates
 from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import TorchRankState
@@ -77,6 +77,9 @@ class TorchWindow:
         self._flowing = Flowing(objects)
         parameter = next((each for model in objects.models for each in model.parameters()), None)
         self._kind = parameter.device.type if parameter is not None else "cpu"
+        self._forwards = forwards_of(objects.models)
+        self._given: Callable[[], Collection[Any] | None] = tuple
+        """See ``Updates``; until it is attached."""
         self._start: _Start | None = None
         self._undo: dict[str, Any] | None = None
         self._registered = {id(optimizer): _sizes(optimizer) for optimizer in objects.optimizers}
@@ -114,6 +117,7 @@ class TorchWindow:
                 updates.after_update(optimizer)
 
         uncompiled(before, after, type(self)._refuse_foreign)
+        self._given = updates.given
         self._flowing.attach(updates.given)
         self._state.sharding.find_others()
         for optimizer in self._objects.optimizers:
@@ -180,7 +184,7 @@ class TorchWindow:
         self._flowing.begin()
         if not self._buckets.known:
             self._buckets.record()
-        self._start = _Start(random_state(), SwitchedOn(self._kind), self._buckets.shares_buffers)
+        self._start = _Start(random_state(), SwitchedOn(self._kind, self._forwards), self._buckets.shares_buffers)
 
     def rollback(self, *, intact: bool = True) -> str:
         start = self._start
@@ -190,7 +194,7 @@ class TorchWindow:
         if self._undo is not None:
             self._state.restore(self._undo)
             self._undo = None
-        start.switches.put_back(self._objects.models, self._objects.optimizers)
+        start.switches.put_back(self._objects.models, self._objects.optimizers, called=self._given() is None)
         gradients = self._state.kept.gradients()
         self._carried_gradients.forget()
         self._flowing.forget()

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
-_EMPTY = object()
-"""What a variable is that has no value (yet, or any more)."""
+from resilient_train.session.static_lookup import UNKNOWN, contents
 
 
 class BodyVariables:
@@ -36,16 +35,17 @@ class BodyVariables:
         self._at_cut = self._now()
 
     def _now(self) -> list[Any]:
-        return [*map(_content_of, self._cells), *(self._globals.get(name, _EMPTY) for name in self._names)]
+        """UNKNOWN: it has no value (yet, or any more)."""
+        return [*map(contents, self._cells), *(self._globals.get(name, UNKNOWN) for name in self._names)]
 
     def _write(self, place: int, value: Any) -> None:
         if place >= len(self._cells):
             name = self._names[place - len(self._cells)]
-            if value is _EMPTY:
+            if value is UNKNOWN:
                 self._globals.pop(name, None)
             else:
                 self._globals[name] = value
-        elif value is not _EMPTY:
+        elif value is not UNKNOWN:
             self._cells[place].cell_contents = value
         else:
             with contextlib.suppress(ValueError):
@@ -66,13 +66,6 @@ class BodyVariables:
             for place in moved:
                 if left[place] is self.found[place]:  # else it is the body's own
                     self._write(place, now[place])
-
-
-def _content_of(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _EMPTY
 
 
 def parts_of(body: Callable[..., Any]) -> list[Any]:

@@ -11,8 +11,8 @@ so many updates: what changes a bit without a sign may do so at any time.
 
 Objects of the user's (``state=``), schedulers and plain attributes of modules are not in the fingerprint: one that
 differs (a clock, a running mean of the rank's own losses) need not be wrong, until a new process gets that of another
-rank. The agent is told of them before the
-updates that are 1, 2, 4, 8, ... behind a beginning, and tells of a difference once.
+rank. The agent is told of them before the updates that are 1, 2, 4, 8, ... behind a beginning, and tells of a
+difference once.
 
 The fingerprint of a snapshot is made behind its copy, beside the step. That may say nothing: a script may have used
 other weights meanwhile, for an evaluation. So where those differ, all compare before

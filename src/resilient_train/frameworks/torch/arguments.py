@@ -10,10 +10,12 @@ import numpy as np
 import torch
 import xxhash
 
+from resilient_train.frameworks.torch.leaves import PLAIN
+
 _ELEMENTS = 64
 """Of each tensor, evenly spread: another batch has others."""
 _DATA = torch.Tensor, np.ndarray, torch.Generator, np.random.Generator, random.Random
-_NUMBERS = {int, float, complex, bool, str, bytes, type(None)}
+_NUMBERS = PLAIN | {complex}
 _ARRAYS = {
     *(torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8),
     *(torch.int8, torch.int16, torch.int32, torch.int64),

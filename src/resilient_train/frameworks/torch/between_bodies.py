@@ -26,6 +26,7 @@ from resilient_train.frameworks.torch.kept_state import (
     digest_of_host,
 )
 from resilient_train.frameworks.torch.leaves import is_sharded, local, memory_of
+from resilient_train.frameworks.torch.module_entries import same_objects
 from resilient_train.frameworks.torch.optimizer_states import OptimizerState, first_written
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
@@ -210,7 +211,7 @@ class _Tensors:
         """Takes some 2 us a tensor, and in the first windows as long as it takes to read all of them."""
         holders = [each for module in self._kept.modules() for each in (module._parameters, module._buffers) if each]
         there = [each for holder in holders for each in holder.values()]
-        if len(there) != len(self._there) or not all(map(operator.is_, there, self._there)):
+        if not same_objects(there, self._there):
             self._there = there
             self._slots = [
                 _Slot(holder, name, each)

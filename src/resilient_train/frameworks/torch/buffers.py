@@ -186,7 +186,7 @@ class Buffers:
         self._still: dict[str, torch.Tensor] | None = None
         """Which of the claimed are quiet; None: it is to be found anew."""
         self._known: _Known | None = None
-        """The same."""
+        """None: likewise."""
         self._made: dict[str, bool] = {}
         """Those that the training has made, and whether there was a name for it, with None behind it."""
         for prefix, module in self._modules.items():

@@ -5,7 +5,6 @@ Between processes a parameter is known by its place in the registered models: (n
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import msgspec
 import torch
 
 from resilient_train.errors import LayoutError, StateError
+from resilient_train.frameworks.torch.module_entries import same_objects
 from resilient_train.frameworks.torch.zero import ZeroOptimizer
 
 Groups = list[list[torch.nn.Parameter]]
@@ -44,7 +44,7 @@ def regroup(optimizer: torch.optim.Optimizer | ZeroOptimizer, wanted: Groups) ->
     del groups[len(wanted) :]
     for group, parameters in zip(groups, wanted, strict=False):
         held = group["params"]
-        if len(held) != len(parameters) or not all(map(operator.is_, held, parameters)):
+        if not same_objects(held, parameters):
             held[:] = parameters
     for parameters in wanted[len(groups) :]:
         optimizer.add_param_group({"params": list(parameters)})

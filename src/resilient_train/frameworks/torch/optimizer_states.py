@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from resilient_train.frameworks.torch.leaves import version_of
+from resilient_train.frameworks.torch.module_entries import same_objects
 
 _FIRST, _EACH = 16, 32
 """The windows that are looked at: 0.2 us for each tensor, of which there are two for each parameter as a rule."""
@@ -29,8 +29,7 @@ class OptimizerState(NamedTuple):
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it is that still."""
         now = OptimizerState.of(optimizer)
-        as_many = len(now.tensors) == len(self.tensors)
-        return as_many and all(map(operator.is_, now.tensors, self.tensors)) and now.versions == self.versions
+        return same_objects(now.tensors, self.tensors) and now.versions == self.versions
 
 
 def first_written(optimizers: Sequence[torch.optim.Optimizer], found: Sequence[OptimizerState]) -> str:

@@ -102,3 +102,19 @@ def test_one_that_breaks_at_the_beginning_of_the_next_body(tmp_path: Path) -> No
     run = leave(tmp_path / "run", "apart", "between")
     assert run.code == 0, run.explain()
     assert [event["detail"]["commits"] for event in run.of("session_end")] == [5, 5], run.explain()
+
+
+def test_ranks_that_ask_for_another_number_of_steps_do_not_begin(tmp_path: Path) -> None:
+    """Uneven data: it was said by nobody, and in the end the ranks with more steps were taken for hung."""
+    run = leave(tmp_path / "run", "uneven", "")
+    assert run.code == 2, run.explain()
+    assert "rank 0 is to make steps 0 to 7 and rank 1 steps 0 to 5: all ranks make the same steps" in run.err
+
+
+def test_a_collective_of_the_last_tail_that_another_rank_does_not_call(tmp_path: Path) -> None:
+    """It waited for ten minutes, and then the job ended with exit code 0."""
+    run = leave(tmp_path / "run", "more", "")
+    assert run.code == 1, run.explain()
+    assert "rank 1 has made all its steps, 8 updates, and another one goes on" in run.err, run.explain()
+    assert [len(run.of(kind)) for kind in ("fault", "hung", "fenced", "session_end")] == [0] * 4, run.explain()
+    assert "its state from after 8 updates is saved" in run.err, run.explain()

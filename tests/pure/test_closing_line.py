@@ -6,6 +6,7 @@ import pytest
 
 from pure.stories import at, beginning, whole_run
 from resilient_train.events import Event
+from resilient_train.faults import parse_plan
 from resilient_train.observe.closing_line import missed, summary
 
 
@@ -47,11 +48,18 @@ def test_what_is_said(events: list[Event], code: int, expected: str) -> None:
 
 def test_planned_faults_that_did_not_happen() -> None:
     """What an operator ordered was not in the plan."""
+    kill, stop, *more = parse_plan(
+        "kill rank=1 step=3; stop rank=1 step=3;" + "; ".join(f"hcce rank=0 step={step}" for step in range(6))
+    )
     events = [
-        at(5, "injected", 1, 3, detail={"kind": "kill", "at": "start"}),
-        at(6, "injected", 1, 3, detail={"kind": "stop", "at": "operator"}),
-        at(7, "injected", 1, 3, detail={"kind": "hcce", "at": "start", "order": 1}),
+        at(5, "injected", 1, step=3, phase="COMPUTE", detail={"kind": "kill", "at": "start"}),
+        at(6, "injected", 1, step=3, detail={"kind": "stop", "at": "operator"}),
+        at(7, "injected", 0, step=3, phase="COMPUTE", detail={"kind": "hcce", "at": "start", "order": 1}),
     ]
-    assert missed(events, 1) == missed([], 0) == ""
-    assert missed(events, 2).startswith("1 of 2 planned faults did not happen")
-    assert missed([], 1).startswith("1 of 1 planned fault did not happen")
+    assert missed(events, [kill]) == missed([], []) == ""
+    assert missed(events, [kill, stop]).startswith(
+        "1 of 2 planned faults did not happen (stop rank=1 step=3 phase=COMPUTE at=start): the job did not come to"
+    )
+    assert missed([], [kill]).startswith("1 of 1 planned fault did not happen (kill rank=1 step=3 ")
+    assert "; and 1 more): " in missed(events, more)
+    assert missed(events, [kill, kill]).startswith("1 of 2 planned faults"), "each hits once"

@@ -73,7 +73,7 @@ def finish_recovery(controller: Controller) -> list[Command]:
 def test_start() -> None:
     controller = Controller(2)
     assert controller.launch() == [Spawn(r, 0, joining=False, attempt=0) for r in (0, 1)]
-    assert controller.started(0, 0, Started("x", ())) == []
+    assert controller.started(0, 0, Started("x", (), step=40)) == []
     commands = controller.started(1, 0, Started("x", (), step=40))
     assert of(commands, Note) == [Note("started", detail={"world_size": 2, "step": 40})]
     assert sent(commands, Resume) == [Resume(0)] * 2
@@ -288,6 +288,56 @@ def test_who_is_hung_where_another_has_left_may_wait_for_it() -> None:
     reason = str(leaving.detail["reason"])
     assert reason.startswith("rank 1 left its loop after 4 updates while the others were still training")
     assert reason.endswith("; rank 0 hung for 5 ms")
+
+
+AT_ITS_END = Progress(4, Phase.APPLIED, 2, Activity.FINISHED)
+WITHOUT_UPDATE = Progress(4, Phase.COMPUTE, 2, Activity.FINISHED)  # the last window is not whole
+
+
+@pytest.mark.parametrize(
+    ("left", "other", "further"),
+    [
+        (AT_ITS_END, IN_THE_TAIL, False),
+        (AT_ITS_END, IN_THE_BODY._replace(collectives=0), False),
+        (AT_ITS_END, IN_THE_BODY._replace(commits=3, collectives=9), False),
+        (AT_ITS_END, IN_THE_BODY._replace(activity=Activity.FINISHED), False),
+        (AT_ITS_END, IN_THE_TAIL._replace(collectives=3), True),
+        (AT_ITS_END, IN_THE_BODY, True),
+        (AT_ITS_END, IN_THE_BODY._replace(collectives=0, phase=Phase.READY), True),
+        (AT_ITS_END, IN_THE_TAIL._replace(commits=5), True),
+        (WITHOUT_UPDATE, IN_THE_BODY, False),
+        (WITHOUT_UPDATE, IN_THE_BODY._replace(collectives=3), True),
+    ],
+)
+def test_who_has_more_to_do_than_another_waits_for_it_in_vain(
+    left: Progress, other: Progress, *, further: bool
+) -> None:
+    """Uneven data. It was taken for hung after minutes, and its new process heard that the loops were over."""
+    controller = running(2)
+    controller.finish(1, 0, 0, left)
+    notes = of(controller.progressed([other, left]), Note)
+    assert [note.kind for note in notes] == ["leaving"] * further
+    told = "rank 1 has made all its steps, 4 updates, and another one goes on: all ranks make the same steps, with the "
+    assert all(note.detail["reason"].startswith(told) for note in notes)
+
+
+def test_who_is_hung_in_the_tail_of_its_last_step_is_given_up() -> None:
+    controller = running(2)
+    controller.finish(1, 0, 0, AT_ITS_END)
+    (kill,) = of(controller.hold_up([0], "hung", [Standing(4, Phase.APPLIED), IN_BODY_4]), Kill)
+    assert kill.rank == 0
+
+
+@pytest.mark.parametrize(("step", "total", "steps"), [(0, 14, "0 to 13"), (5, 18, "5 to 17")])
+def test_ranks_that_are_to_make_other_steps_do_not_begin(step: int, total: int, steps: str) -> None:
+    controller = Controller(2)
+    controller.launch()
+    controller.started(0, 0, Started("same", ("world",), step=0, total=18))
+    (end,) = of(controller.started(1, 0, Started("same", ("world",), step=step, total=total)), EndJob)
+    assert end.code == 2
+    assert end.reason.startswith(
+        f"rank 0 is to make steps 0 to 17 and rank 1 steps {steps}: all ranks make the same steps"
+    )
 
 
 def test_who_is_hung_before_that_is_given_up() -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from resilient_train.events import Event
+from resilient_train.faults import Injection
 from resilient_train.observe.fields import number_of
 from resilient_train.observe.timeline import RecoveryOutcome, Run, read_run
+
+_SHOWN = 5
+"""Planned faults that are named."""
 
 
 def summary(events: Sequence[Event], code: int) -> str:
@@ -23,17 +27,26 @@ def summary(events: Sequence[Event], code: int) -> str:
     return f"{end} after {seconds:.0f} s: {', '.join(parts)}"
 
 
-def missed(events: Sequence[Event], planned: int) -> str:
-    """Of the faults of a plan (``--faults``), how many did not happen; empty if all did."""
+def missed(events: Sequence[Event], plan: Sequence[Injection]) -> str:
+    """The faults of a plan (``--faults``) that did not happen; empty if all did."""
     happened = [
-        e for e in events if e.kind == "injected" and "order" not in e.detail and e.detail.get("at") != "operator"
+        (e.rank, e.incarnation, e.step, e.phase, e.detail.get("kind"), e.detail.get("at"))
+        for e in events
+        if e.kind == "injected" and "order" not in e.detail
     ]
-    short = planned - len(happened)
-    if short <= 0:
+    left = []
+    for clause in plan:
+        where = clause.rank, clause.incarnation, clause.step, clause.phase, clause.kind, clause.at
+        if where in happened:
+            happened.remove(where)
+        else:
+            left.append(clause.describe())
+    if not left:
         return ""
+    shown = "; ".join(left[:_SHOWN]) + (f"; and {len(left) - _SHOWN} more" if len(left) > _SHOWN else "")
     return (
-        f"{short} of {_count(planned, 'planned fault', 'planned faults')} did not happen: the job did not come to the "
-        "step, or that step not to the place (in what torch.compile has compiled there is none)"
+        f"{len(left)} of {_count(len(plan), 'planned fault', 'planned faults')} did not happen ({shown}): the job did "
+        "not come to the step, or that step not to the place (in what torch.compile has compiled there is none)"
     )
 
 

@@ -39,7 +39,7 @@ from resilient_train.protocol.messages import (
 )
 from resilient_train.protocol.neighbours import Judgement, Round, judge
 from resilient_train.protocol.policy import Policy
-from resilient_train.protocol.progress import Progress
+from resilient_train.protocol.progress import Activity, Progress
 from resilient_train.protocol.replicas import agreed
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.protocol.verdict import Account, decide
@@ -102,6 +102,8 @@ class Controller:
             job.replicas = agreed(job.started)
         except ConfigError as error:
             return self.stop(2, str(error))
+        if unequal := _unequal(job.started):
+            return self.stop(2, unequal)
         job.holders = Holders(job.replicas.groups)
         job.step = message.step
         detail: dict[str, object] = {"world_size": job.world_size, "step": message.step}
@@ -468,14 +470,15 @@ class Controller:
     def hold_up(self, ranks: Collection[int], reason: str, standings: Sequence[Standing]) -> list[Command]:
         """Ranks have not moved for long, and the others wait for them.
 
-        As a rule they are given up. Not where another one has left its loop after as many updates: they may wait for it
-        where nobody can see that (a socket of the user's), and their new processes would hear that the loops are over,
-        as if all had made their steps.
+        As a rule they are given up. Not where another one has broken off its loop after as many updates: they may wait
+        for it where nobody can see that (a socket of the user's), and their new processes would hear that the loops are
+        over, as if all had made their steps.
         """
         alone = [
             rank
             for rank, left in self.job.left.items()
-            if any(standings[each].commits == left.commits and not self._given_since(each, left) for each in ranks)
+            if left.activity is not Activity.FINISHED
+            and any(standings[each].commits == left.commits and not self._given_since(each, left) for each in ranks)
         ]
         if not alone or self.job.stage is not Stage.RUNNING:
             return self.fence(ranks, reason, standings)
@@ -627,8 +630,8 @@ class Controller:
     ) -> list[Command]:
         """A rank's loop is over. The last one lets everybody leave.
 
-        ``left_at``: where it was left, if not by its number (a ``break``). That is an end if nobody goes on
-        (``progressed``). ``exits``: by ``sys.exit(0)``, which is an end only if all do so; a process that has taken
+        ``left_at``: where it was left, by its number (FINISHED) or before (a ``break``). That is an end if nobody goes
+        on (``progressed``). ``exits``: by ``sys.exit(0)``, which is an end only if all do so; a process that has taken
         another one's place has only heard that the loops are over.
         """
         job = self.job
@@ -670,10 +673,13 @@ class Controller:
         return plan is not None and rank in plan.copies and plan.commits == left.commits and not self.job.exited
 
     def _left_alone(self, rank: int, others: str = "") -> Fault:
-        commits = self.job.left[rank].commits
+        left = self.job.left[rank]
+        commits = left.commits
         self.job.retries.reached(commits)
         reason = _left(rank, 0, "")
-        if rank not in self.job.exited:
+        if left.activity is Activity.FINISHED:
+            reason = f"rank {rank} has made all its steps, {commits} updates, and another one goes on{_ALIKE}"
+        elif rank not in self.job.exited:
             reason = (
                 f"rank {rank} left its loop after {commits} updates while the others were still training{_TO_END_EARLY}"
             )
@@ -751,7 +757,18 @@ class Controller:
         return new
 
 
+_ALIKE = ": all ranks make the same steps, with the same collectives (for data of unequal length: the smallest number)"
 _TO_END_EARLY = " (to end early, all ranks leave the Session at the same step)"
+
+
+def _unequal(started: Mapping[int, Started]) -> str:
+    """Names two ranks that are to make other steps than each other; empty if there are none."""
+    first = started[0]
+    for rank, other in started.items():
+        if (other.step, other.total) != (first.step, first.total):
+            steps = f"steps {first.step} to {first.total - 1} and rank {rank} steps {other.step} to {other.total - 1}"
+            return f"rank 0 is to make {steps}{_ALIKE}"
+    return ""
 
 
 def _left(rank: int, code: int, how: str, when: str = "") -> str:

@@ -145,13 +145,14 @@ class Started(msgspec.Struct, tag="started", frozen=True):
 
     ``digest`` is that of the replicated state (equal on all ranks of a replica group, else nothing can be restored);
     ``groups`` are the names of its process groups; ``replicas`` the replica groups it was told, empty for "all ranks";
-    ``step`` is the number of its first step, for the report.
+    ``step`` is the number of its first step, for the report; ``total`` what that of its last one is below.
     """
 
     digest: str
     groups: tuple[str, ...]
     replicas: tuple[tuple[int, ...], ...] = ()
     step: int = 0
+    total: int = 0
 
 
 class Trouble(msgspec.Struct, tag="trouble", frozen=True):
@@ -461,8 +462,8 @@ class Paused(msgspec.Struct, tag="paused", frozen=True):
 class LoopOver(msgspec.Struct, tag="finish", frozen=True):
     """The rank's loop is over. Nobody leaves before everybody has said so.
 
-    ``left_at``, of a loop that has not come to its last number: the rank's step record (``protocol/progress.py``) of
-    then. ``exits``: it was left by ``sys.exit(0)``.
+    ``left_at``: the rank's step record (``protocol/progress.py``) of then, with FINISHED where the loop has come to its
+    last number; None where the rank has only heard that the loops are over. ``exits``: it was left by ``sys.exit(0)``.
     """
 
     generation: int

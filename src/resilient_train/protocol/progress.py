@@ -31,7 +31,9 @@ class Activity(enum.IntEnum):
 
 
 class Progress(NamedTuple):
-    """A rank's step record, as a hang watch reads it. ``collectives``: entered in this window, or in this tail."""
+    """A rank's step record, as a hang watch reads it. ``collectives``: those of all ranks that it has entered in this
+    window, or in this tail.
+    """
 
     commits: int
     phase: Phase
@@ -56,7 +58,9 @@ class Progress(NamedTuple):
         A body that has just begun is not: the loop may be left there as well.
         """
         begins = self.phase is Phase.COMPUTE and not self.collectives and self.commits == left.commits
-        return self.activity is not Activity.FINISHED and not begins and self.place() > left.place()
+        if begins or self.activity is Activity.FINISHED:
+            return False
+        return self.place() > left._replace(activity=Activity.TRAINING).place()
 
     def describe(self) -> str:
         """For people: where the rank is."""

@@ -399,7 +399,10 @@ class Driver:
 
     def _next(self, total: int) -> Step | None:
         self._pulse.stays()
-        pauses = self._peers.pause_due(self._rank.number)
+        number = self._rank.number
+        if number >= total:
+            self._left_at = (*self._peers.progress()[:3], Activity.FINISHED)
+        pauses = self._peers.pause_due(number)
         step: Step | None = self._drive(on.Next(total, self.stopped(), pauses))
         return step
 
@@ -736,7 +739,7 @@ class Driver:
     def _send_started(self, _: do.SendStarted) -> None:
         digest, groups = self._engine.state.fingerprint().digest(), self._engine.groups
         self._stop_delivery.guard_sockets(groups.sockets())
-        self._link.channel.send(m.Started(digest, groups.names(), self._replicas, self._rank.number))
+        self._link.channel.send(m.Started(digest, groups.names(), self._replicas, self._rank.number, self._rank.total))
 
     def _send_trouble(self, effect: do.SendTrouble) -> None:
         self._link.channel.send(m.Trouble(self._rank.generation, _short(effect.text)))

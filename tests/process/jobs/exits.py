@@ -4,6 +4,9 @@ HOW: "exit" (``sys.exit(0)``; "exit late": rank 1 after a while; "dies": rank 1 
 dies"; "apart": rank 1 breaks in the next body). WHERE: "body" (its beginning), "barrier" (all of it but the update),
 "tail", or "between" two bodies; "last" is the tail of the last step; "call": the tail of a ``session.call``. With
 "break waits" the others then wait in their bodies for what is none of the library's.
+
+Nobody leaves early with "uneven", where rank 1 asks for two steps less, and "more", where rank 0 calls a collective in
+the last tail that rank 1 does not.
 """
 
 import os
@@ -64,7 +67,7 @@ def body(number: int) -> None:
 with rt.Session(model=model, optimizer=optimizer) as session:
     while where == "call" and session.position.step < 8:
         session.call(body, session.position.step)
-    for step in session.steps(8) if where != "call" else ():
+    for step in session.steps(8 - 2 * (how == "uneven" and rank == 1)) if where != "call" else ():
         with step:
             if how == "apart" and rank and step.number == 5:
                 time.sleep(1)  # the agent looks meanwhile
@@ -78,5 +81,7 @@ with rt.Session(model=model, optimizer=optimizer) as session:
             if leaves(step.number, "tail"):
                 break
             dist.all_reduce(torch.ones(1))
+            if how == "more" and rank == 0 and step.number == 7:
+                dist.all_reduce(torch.ones(1))
         if leaves(step.number, "between"):
             break

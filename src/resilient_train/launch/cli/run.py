@@ -438,7 +438,7 @@ def _sum_up(job: JobSpec, code: int, console: Console) -> None:
         events = read_events(job.run_dir / EVENTS_FILE)
         if code != EXIT_WRONG_INPUT or any(event.kind == "started" for event in events):
             told = f"{summary(events, code)}. Logs: {job.log_dir}; all of it: resilient-train report {job.run_dir}"
-            if short := missed(events, len(parse_plan(job.settings.faults))):
+            if short := missed(events, parse_plan(job.settings.faults)):
                 console.say(line(short))
             console.say(line(told))
         write_trace(events, job.run_dir / "trace.json")

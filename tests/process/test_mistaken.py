@@ -87,6 +87,16 @@ def test_a_mean_of_each_ranks_own_that_is_said_to_be_alike_is_told_once(tmp_path
     assert run.err.count("state['own'] is not the same on ranks [0] and [1] and [2], but a replaced rank gets") == 1
 
 
+def test_a_module_that_stands_in_anothers_place_is_told_when_a_new_process_has_it_not(tmp_path: Path) -> None:
+    """It trained on with the first one: other bits on all ranks, with exit code 0, and without a word."""
+    plan = ("--faults", "kill rank=1 step=6")
+    run = launch(tmp_path / "run", "mistaken.py", "other-module", "9", "--at", "3", ranks=2, flags=plan)
+    assert run.code == 0, run.explain()
+    (told,) = run.of("state_differs")
+    assert told["detail"] == {"name": "model.0.module.1 (the module)", "commits": 7, "ranks": [[0], [1]]}
+    assert run.err.count("but a new process has what the script builds there") == 1, run.explain()
+
+
 def test_a_process_that_begins_in_another_of_the_scripts_loops_says_so(tmp_path: Path) -> None:
     """It is through with its own when the others are: the job ends well all the same."""
     plan = ("--faults", "kill rank=1 step=6; kill rank=1 step=10 incarnation=1")

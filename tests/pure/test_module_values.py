@@ -234,3 +234,22 @@ def test_private_attributes_of_a_librarys_class_are_the_librarys(monkeypatch: py
     assert (model.count, model._hook) == (0, "in a step")
     model.count = 1
     assert taken(of) == {(0, ""): {"count": 1}}
+
+
+def test_a_module_in_anothers_place() -> None:
+    """A process that takes a rank's place builds the first one."""
+    model = nn.Sequential(nn.ReLU(), nn.Dropout(0.5), Annealed())
+    first = values(model)
+    for number, other in enumerate((nn.ReLU(), nn.Dropout(0.5), Annealed())):
+        model[number] = other  # like the first
+    assert ModuleValues(listed(model), first).exchanged() == []
+    model[0], model[1], model[2].drop = nn.Tanh(), nn.Dropout(0.25), nn.Identity()
+    found = dict(ModuleValues(listed(model), first).exchanged())
+    assert [*found] == [(0, "0"), (0, "1"), (0, "2.drop")]
+    assert "activation.Tanh " in found[0, "0"]
+    assert "('p', 0.25)" in found[0, "1"]
+    del model[2].drop
+    model[2].more = nn.Identity()
+    found = dict(ModuleValues(listed(model), first).exchanged())
+    assert found[0, "2.drop"] == "none"
+    assert found[0, "2.more"].startswith("torch.nn.modules.linear.Identity ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from resilient_train.protocol.messages import Differs, Shared
+from resilient_train.protocol.messages import EXCHANGED, Differs, Shared
 
 
 class Doubt:
@@ -99,6 +99,7 @@ def _minority(parties: list[list[int]]) -> list[int]:
 
 _MODULES = "model."
 """So the names of their attributes begin."""
+_ANOTHERS = "a replaced rank gets that of another one"
 
 
 class SharedObjects:
@@ -138,15 +139,22 @@ class SharedObjects:
 
 
 def rule(name: str) -> str:
-    """What to do about one that is told."""
+    """What a new process has of one that is told, and what to do about it."""
+    if name.endswith(EXCHANGED):
+        return (
+            "a new process has what the script builds there: what the loop puts in its place it must put there in "
+            "every step, by the step's number (docs/how-to/loops.md)"
+        )
     if name.startswith(_MODULES):
-        return "what each rank has of its own belongs in the module's get_extra_state() (docs/how-to/loops.md)"
-    if name.startswith("scheduler"):
-        return "step it by what all ranks share (all-reduce a metric first)"
-    return (
-        "what each rank has of its own belongs in `rank_state=` (of an average of a model with BatchNorm it may be the "
-        "buffers alone: a replaced rank gets another one's)"
-    )
+        own = "in the module's get_extra_state() (docs/how-to/loops.md)"
+    elif name.startswith("scheduler"):
+        return f"{_ANOTHERS}: step it by what all ranks share (all-reduce a metric first)"
+    else:
+        own = (
+            "in `rank_state=` (of an average of a model with BatchNorm it may be the buffers alone: a replaced rank "
+            "gets another one's)"
+        )
+    return f"{_ANOTHERS}: what each rank has of its own belongs {own}"
 
 
 def first_difference(rows: Mapping[int, Mapping[str, str]]) -> tuple[str, list[list[int]]] | None:

@@ -389,10 +389,14 @@ class Held(msgspec.Struct, tag="held", frozen=True):
     held: int
 
 
+EXCHANGED = " (the module)"
+"""So the names of modules end that are not the ones that were built."""
+
+
 class Shared(msgspec.Struct, tag="shared", frozen=True):
-    """What the rank's objects in ``state=`` are before update ``commits``, its schedulers, and those attributes of its
-    modules that are not as they were built: (name, digest). Sent before the updates that are 1, 2, 4, 8, ... behind a
-    beginning; nobody waits for an answer.
+    """What the rank's objects in ``state=`` are before update ``commits``, its schedulers, and those modules and their
+    attributes that are not as they were built: (name, digest). Sent before the updates that are 1, 2, 4, 8, ... behind
+    a beginning; nobody waits for an answer.
     """
 
     commits: int

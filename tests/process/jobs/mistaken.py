@@ -6,7 +6,8 @@ rank 1 changes a parameter by itself, after the update. ``early``: a loss is giv
 ``ahead``: the next step's batch is drawn into a local variable. ``iterator``: of a loader that the Session does not
 know. ``unsteady``: random numbers that no seed decides. ``own-mean``: a mean of this rank's own losses, where only what
 is alike belongs. ``carries``: a message that is sent in one step and received in the next. ``epochs``: the loop is left
-and entered again each four steps, and what it is in counts.
+and entered again each four steps, and what it is in counts. ``other-module``: in step ``--at`` another activation is
+put in the first one's place.
 """
 
 import argparse
@@ -120,6 +121,8 @@ with rt.Session(model=model, optimizer=registered, state=state) as session:
             if first and rank == 0 and step.number == asked.all_die_at:
                 for pid in sorted(pids, key=os.getpid().__eq__):
                     os.kill(pid, signal.SIGKILL)
+            if mode == "other-module" and step.number == asked.at:
+                core[1] = nn.ReLU()
             if asked.pace:
                 time.sleep(0.05)
             if mode == "drift" and rank == 1 and step.number == asked.at and not (asked.once and asked.once.exists()):

@@ -43,6 +43,7 @@ from resilient_train.frameworks.torch.watched_state import (
     size_of,
     tensors_in,
 )
+from resilient_train.protocol.messages import EXCHANGED
 
 LIVES_ON = "resilient_lives_on"
 """An attribute of state that a process which lives on brings up to date by itself: it is not put back there."""
@@ -310,14 +311,13 @@ class KeptState:
         return {state.name: state.mark() for state in self.states}
 
     def digests(self) -> list[tuple[str, str]]:
-        """Of each object of the user's, and of what its modules have otherwise than as they were built: the name, and
-        what it is now. Not of what keeps itself up to date.
+        """Of each object of the user's, of what its modules have otherwise than as they were built, and of those that
+        are in another's place: the name, and what it is now. Not of what keeps itself up to date.
         """
         states = [(f"state[{state.name!r}]", digest_of_state(state_of(state.thing))) for state in self.states]
-        return states + [
-            (f"{_told(key)}.{name}".replace("..", "."), xxhash.xxh3_128_hexdigest(repr(value).encode()))
-            for key, name, value in self._values.changed()
-        ]
+        values = [(f"{_told(key)}.{name}".replace("..", "."), value) for key, name, value in self._values.changed()]
+        others = [(_told(key) + EXCHANGED, what) for key, what in self._values.exchanged()]
+        return states + [(name, xxhash.xxh3_128_hexdigest(repr(value).encode())) for name, value in values + others]
 
     @property
     def lost(self) -> str:

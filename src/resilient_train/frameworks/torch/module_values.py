@@ -127,6 +127,20 @@ class ModuleValues:
         told = [each for each in self.told(self.held()) if not publishes(modules[each.module])]
         return [(each.module, name, value) for each in told for name, value in each.values.items()]
 
+    def exchanged(self) -> list[tuple[Key, str]]:
+        """Where another module stands than was built, or none, or one more: its class and plain values (of a library's
+        alone: others may count). Not where it is like the first.
+        """
+        modules, found = dict(self._modules), []
+        for key in self._built | modules:
+            built, module = self._built.get(key), modules.get(key)
+            if built is not None and built.module is module:
+                continue
+            here, was = _looks_of(module, None), _looks_of(built and built.module, built and built.parts)
+            if here != was:
+                found.append((key, here))
+        return found
+
     def take(self, told: Sequence[ValuesOf]) -> None:
         """Those of another process, which has built the same models. What a module publishes is its rank's own."""
         modules = dict(self._modules)
@@ -212,6 +226,13 @@ def _unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def _is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (one == other or (one != one and other != other))  # noqa: PLR0124 - NaN
+
+
+def _looks_of(module: torch.nn.Module | None, parts: _Parts | None) -> str:
+    if module is None:
+        return "none"
+    plain = {} if _kind_of(module).no_library else (parts or _parted(module)).plain
+    return f"{type(module).__module__}.{type(module).__qualname__} {sorted(plain.items())}"
 
 
 def _can_be_sent(value: Any) -> bool:

@@ -411,8 +411,7 @@ class Agent:
         for name, parties in self._shared_objects.heard(rank, frame, group, self._job.attempt):
             self._note("state_differs", rank=rank, detail={"name": name, "commits": frame.commits, "ranks": parties})
             ranks = " and ".join(map(str, parties))
-            told = f"{name} is not the same on ranks {ranks}, but a replaced rank gets that of another one"
-            self._say(f"{told}: {rule(name)}")
+            self._say(f"{name} is not the same on ranks {ranks}, but {rule(name)}")
 
     async def _open_vault(self, connection: RankConnection) -> None:
         connection.send(await self._saves.open())

@@ -92,9 +92,11 @@ def test_a_module_that_stands_in_anothers_place_is_told_when_a_new_process_has_i
     plan = ("--faults", "kill rank=1 step=6")
     run = launch(tmp_path / "run", "mistaken.py", "other-module", "9", "--at", "3", ranks=2, flags=plan)
     assert run.code == 0, run.explain()
-    (told,) = run.of("state_differs")
-    assert told["detail"] == {"name": "model.0.module.1 (the module)", "commits": 7, "ranks": [[0], [1]]}
+    told = [event["detail"] for event in run.of("state_differs")]
+    where = {"commits": 7, "ranks": [[0], [1]]}
+    assert told == [{"name": "model.0.module.1 (the module)", **where}, {"name": "model.hooks", **where}], run.explain()
     assert run.err.count("but a new process has what the script builds there") == 1, run.explain()
+    assert run.err.count("but a new process has the hooks alone that the script hangs on") == 1, run.explain()
 
 
 def test_a_process_that_begins_in_another_of_the_scripts_loops_says_so(tmp_path: Path) -> None:

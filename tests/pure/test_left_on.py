@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from resilient_train.frameworks.torch.left_on import SwitchedOn, forwards_of
+from resilient_train.frameworks.torch.left_on import HungOnSince, SwitchedOn, forwards_of
 from resilient_train.frameworks.torch.module_entries import ModuleEntries
 
 
@@ -105,3 +105,19 @@ def test_in_a_loop_of_calls_they_may_stand_in_front_of_the_call() -> None:
     assert hung_on(model, model) == 1
     assert model[0].forward is hook
     assert torch.is_grad_enabled()
+
+
+def test_what_stays_on_for_good() -> None:
+    """A process that takes a rank's place has none of it, unless its script has hung it on in front of its loop."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].register_forward_hook(hook)
+    since = HungOnSince([model], [optimizer])
+    assert since.names() == []
+    handle = model[1].register_forward_hook(hook)
+    model[0].weight.register_hook(functools.partial(hook, 1))
+    model[1].forward = nn.functional.relu
+    assert since.names() == ["hook", "hook", "relu"]
+    handle.remove()
+    del model[1].forward
+    assert since.names() == ["hook"]

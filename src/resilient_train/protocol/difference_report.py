@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from resilient_train.protocol.messages import EXCHANGED, Differs, Shared
+from resilient_train.protocol.messages import EXCHANGED, HOOKS, Differs, Shared
 
 
 class Doubt:
@@ -144,6 +144,11 @@ def rule(name: str) -> str:
         return (
             "a new process has what the script builds there: what the loop puts in its place it must put there in "
             "every step, by the step's number (docs/how-to/loops.md)"
+        )
+    if name == HOOKS:
+        return (
+            "a new process has the hooks alone that the script hangs on in front of its loop: do so there, and have "
+            "them go by the step's number (docs/how-to/loops.md)"
         )
     if name.startswith(_MODULES):
         own = "in the module's get_extra_state() (docs/how-to/loops.md)"

@@ -391,12 +391,14 @@ class Held(msgspec.Struct, tag="held", frozen=True):
 
 EXCHANGED = " (the module)"
 """So the names of modules end that are not the ones that were built."""
+HOOKS = "model.hooks"
+"""All that the loop has hung on the model for good."""
 
 
 class Shared(msgspec.Struct, tag="shared", frozen=True):
-    """What the rank's objects in ``state=`` are before update ``commits``, its schedulers, and those modules and their
-    attributes that are not as they were built: (name, digest). Sent before the updates that are 1, 2, 4, 8, ... behind
-    a beginning; nobody waits for an answer.
+    """What the rank's objects in ``state=`` are before update ``commits``, its schedulers, those modules and their
+    attributes that are not as they were built, and what was hung on the model: (name, digest). Sent before the updates
+    that are 1, 2, 4, 8, ... behind a beginning; nobody waits for an answer.
     """
 
     commits: int

@@ -7,7 +7,7 @@ rank 1 changes a parameter by itself, after the update. ``early``: a loss is giv
 know. ``unsteady``: random numbers that no seed decides. ``own-mean``: a mean of this rank's own losses, where only what
 is alike belongs. ``carries``: a message that is sent in one step and received in the next. ``epochs``: the loop is left
 and entered again each four steps, and what it is in counts. ``other-module``: in step ``--at`` another activation is
-put in the first one's place.
+put in the first one's place, and a gradient gets a hook.
 """
 
 import argparse
@@ -123,6 +123,7 @@ with rt.Session(model=model, optimizer=registered, state=state) as session:
                     os.kill(pid, signal.SIGKILL)
             if mode == "other-module" and step.number == asked.at:
                 core[1] = nn.ReLU()
+                core[0].bias.register_hook(lambda gradient: gradient * 0.5)
             if asked.pace:
                 time.sleep(0.05)
             if mode == "drift" and rank == 1 and step.number == asked.at and not (asked.once and asked.once.exists()):

@@ -64,6 +64,26 @@ class SwitchedOn:
                 del hooks[number]
 
 
+class HungOnSince:
+    """What the script has hung on a model since this was made, and has not taken off: its hooks, and functions in the
+    place of ``forward``. A loop that does so at one step does it once, and a new process has none of it.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> None:
+        self._models, self._optimizers = models, optimizers
+        self._first = RemovableHandle.next_id
+        self._forwards = forwards_of(models)
+        self._forwards_there = self._forwards.now()
+
+    def names(self) -> list[str]:
+        """What each is called, where that is how it is known in another process as well."""
+        hooks = (each.items() for each in _hooks_in(self._models, self._optimizers))
+        found = [hook for each in hooks for number, hook in each if number >= self._first and _is_users(hook)]
+        pairs = zip(self._forwards.now(), self._forwards_there, strict=True)
+        found += [now for now, before in pairs if now is not before]
+        return sorted(getattr(each, "__qualname__", type(each).__qualname__) for each in map(_function_of, found))
+
+
 def _hooks_in(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> Iterator[dict[int, Any]]:
     """All dictionaries of them, by their handles' numbers."""
     holders: list[tuple[Any, tuple[str, ...]]] = [(each, _OF_OPTIMIZERS) for each in optimizers]
@@ -74,9 +94,14 @@ def _hooks_in(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> I
         yield from filter(None, (getattr(holder, name, None) for name in names))
 
 
-def _is_users(hook: Any) -> bool:
+def _function_of(hook: Any) -> Any:
     while isinstance(hook, functools.partial):
         hook = hook.func
+    return hook
+
+
+def _is_users(hook: Any) -> bool:
+    hook = _function_of(hook)
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
     if code is not None:
         return script_place.is_users(code.co_filename)

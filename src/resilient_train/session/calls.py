@@ -26,7 +26,7 @@ from resilient_train.session.driver import Driver
 from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step
 
-_ENDLESS = sys.maxsize
+ENDLESS = sys.maxsize
 """The loop alone knows how many there will be."""
 
 
@@ -116,7 +116,7 @@ class Calls:
         """See ``Session.position``. The first time this rank meets the others here."""
         if not self._driver.begun:
             with self._random:
-                self._met = self._driver.next_step(_ENDLESS)
+                self._met = self._driver.next_step(ENDLESS)
                 if self._met is not None:
                     self._driver.head_begins()
             if self._driver.joined_late:  # the others are in a body already, and answer nobody
@@ -170,7 +170,7 @@ class Calls:
                     f"body {place + 1} of {len(self._window)} has updated when it ran again, and had not before: what "
                     "decides that must be handed over as an argument (docs/how-to/trainers.md)"
                 )
-            step = self._driver.next_step(_ENDLESS)
+            step = self._driver.next_step(ENDLESS)
         raise UsageError(
             "session.call() was called when all other ranks had left their loops: ask session.position.over before the "
             "first call"
@@ -180,7 +180,7 @@ class Calls:
         self._loop_waits()
         step, self._met = self._met, None
         if step is None:
-            return self._driver.next_step(_ENDLESS)
+            return self._driver.next_step(ENDLESS)
         self._driver.head_ends()
         return step
 

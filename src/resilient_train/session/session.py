@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -32,7 +33,7 @@ from resilient_train.protocol.messages import Plain, Refused
 from resilient_train.session.agent_link import say_once
 from resilient_train.session.anomalies import AnomalyLimits
 from resilient_train.session.cadence import wish
-from resilient_train.session.calls import BodyCall, Calls, PlainCalls, Position
+from resilient_train.session.calls import ENDLESS, BodyCall, Calls, PlainCalls, Position
 from resilient_train.session.carried import Carried, check_places, watch
 from resilient_train.session.driver import LOOP_IS_OVER, Driver
 from resilient_train.session.loader import Cursor
@@ -145,15 +146,16 @@ class Session:
                 each.registered(driver.before_its_update)
         watch(on=True)
 
-    def steps(self, total: int, *, start: int = 0) -> Iterator[Step]:
-        """The steps from ``start`` to ``total`` - 1, each to be used as ``with step:``.
+    def steps(self, total: float, *, start: int = 0) -> Iterator[Step]:
+        """The steps from ``start`` to ``total`` - 1, each to be used as ``with step:``; ``math.inf``: without end.
 
         ``start`` is the number of the first step, for a job that goes on from a checkpoint of its own. The loop's end
         is where the Session's protection ends: it waits there until all ranks have come. Raises UsageError if a step's
-        ``with`` is left out, and ConfigError within a ``for`` of epochs.
+        ``with`` is left out or ``total`` is no number, and ConfigError within a ``for`` of epochs.
         """
         if self._calls is not None:
             raise UsageError(_MIXED)
+        total, start = _whole(total), _whole(start)
         # A later process of the rank would not be there if the first had been refused, and others wait for it.
         is_first = self._link is None or not self._link.incarnation
         if is_first and not self._stepping and (place := outer_loop(self._made)):
@@ -358,6 +360,14 @@ _NESTED = (
     "Epochs)"
 )
 _MIXED = "a Session has one loop: either session.steps(), or session.call() and session.position"
+
+
+def _whole(number: float) -> int:
+    """One that other processes can be told: NumPy has numbers of its own, and ``len(data) / batch`` is a float."""
+    try:
+        return ENDLESS if number == math.inf else math.ceil(number)
+    except (TypeError, ValueError):
+        raise UsageError(f"session.steps(): {number!r} is no number of steps") from None
 
 
 def _problem(engine: Engine, link: config.AgentLink) -> Problem | None:

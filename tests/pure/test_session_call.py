@@ -2,7 +2,8 @@
 
 import io
 import random
-from functools import partial
+from collections.abc import Collection, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch.arguments import look
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.session.body_variables import BodyVariables
-from resilient_train.session.calls import BodyCall, Calls
+from resilient_train.session.calls import Calls
+from resilient_train.session.kept_calls import BodyCall, KeptCall
 from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step
 
@@ -36,10 +38,14 @@ class Numbers:
 
 
 class PlayedDriver:
-    """Three steps to an update; ``cuts``: at which of all bodies (by their order) a fault comes."""
+    """Three steps to an update; ``cuts``: at which of all bodies (by their order) a fault comes; ``behind``: behind
+    which of them one is seen, before the next call.
+    """
 
-    def __init__(self, *cuts: int, joined_late: bool = False) -> None:
-        self.cuts, self.joined_late = cuts, joined_late
+    kept_calls: Sequence[KeptCall] = ()
+
+    def __init__(self, *cuts: int, behind: Collection[int] = (), joined_late: bool = False) -> None:
+        self.cuts, self.behind, self.joined_late = cuts, behind, joined_late
         self.begun = self.calling = self.over = False
         self.base = self.place = self.bodies = 0
         self.modes: list[Mode] = []
@@ -79,6 +85,8 @@ class PlayedDriver:
     def next_step(self, total: int) -> Step:
         if self.cut:
             self.place = 0
+            for call in self.kept_calls:
+                call.cut()
         self.begun, self.cut, self.next = True, False, False
         return Step(self, self.number)
 
@@ -90,6 +98,7 @@ class PlayedDriver:
         if self.bodies in self.cuts:
             self.cut = True
             return True
+        self.cut = self.bodies in self.behind
         if error is None:
             self.place += 1
             if self.place == 3:
@@ -158,6 +167,62 @@ def test_a_body_that_runs_again_finds_the_variables_around_it_as_they_were(of_mo
     assert results == ["a1", "b2", "c3", "d4", "e5", "f6"]
     assert seen == ["a1", "b2", "c3", *("d4", "e5"), *("d4",), *("d4", "e5"), "f6"]
     assert (name, COUNT if of_module else count) == ("f", 6)
+
+
+K = 0
+
+
+@pytest.mark.parametrize(
+    ("cut", "behind", "expected"),
+    [
+        ((6,), (), [[0], [1], [2], [3], [4], [5, 3, 4, 5]]),
+        ((2,), (4,), [[0], [1, 0, 1], [0, 1, 2], [3], [4], [5]]),
+        ((), (1,), [[0], [0, 1], [2], [3], [4], [5]]),
+    ],
+)
+def test_also_where_a_fault_is_seen_between_two_calls_and_where_an_inner_function_names_it(
+    cut: tuple[int, ...], behind: tuple[int, ...], expected: list[list[int]]
+) -> None:
+    """The second fault of a window was taken for one that had found them all as they are."""
+    global K
+    driver, seen = PlayedDriver(*cut, behind=behind), list[int]()
+    calls, _ = played(driver, Numbers())
+
+    def once(call: Any) -> Any:
+        @wraps(call)
+        def inner(*args: Any) -> Any:
+            return call(*args)
+
+        return inner
+
+    results = []
+    for K in range(6):
+        seen.clear()
+        calls.make(BodyCall(once(lambda _: seen.extend(K for _ in range(1))), (K % 3 == 2,), {}))  # noqa: B023
+        results.append([*seen])
+    assert results == expected
+
+
+def test_what_a_body_does_not_read_of_another_is_no_variable_of_its() -> None:
+    """The name of an attribute, and what it writes before it reads it: a new process has something else there."""
+
+    def body(x: Any) -> Any:
+        global COUNT
+        nonlocal count
+        COUNT = count = 5
+        return x.K + COUNT + count
+
+    count = 0
+    assert BodyVariables(body).found == []
+
+    def reads() -> Any:
+        global COUNT
+        if seen:
+            COUNT = 5
+        return COUNT
+
+    seen: list[int] = []
+    assert BodyVariables(reads).found == [seen, COUNT]
 
 
 def test_what_is_put_back_between_stays_put_back() -> None:

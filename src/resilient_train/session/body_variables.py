@@ -8,43 +8,56 @@ there itself stays written.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 from collections.abc import Callable, Iterator
-from types import CellType, FunctionType, MethodType
-from typing import Any
+from types import CellType, CodeType
+from typing import Any, NamedTuple
 
-from resilient_train.session.static_lookup import UNKNOWN, contents
+from resilient_train.session.static_lookup import UNKNOWN, cells, contents, functions_of
+
+_OF_MODULE = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
+_VARIABLES = frozenset((*dis.hasfree, *dis.haslocal))
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+
+
+class _Reads(NamedTuple):
+    """The variables that a function's text reads before it has written them: of its module, and of functions around."""
+
+    of_module: frozenset[str]
+    around: frozenset[str]
 
 
 class BodyVariables:
     """As they were when ``body`` was called."""
 
     def __init__(self, body: Callable[..., Any]) -> None:
-        function = _function_of(body)
-        self._cells: tuple[CellType, ...] = (function.__closure__ or ()) if function else ()
-        self._globals: dict[str, Any] = function.__globals__ if function else {}
-        named = function.__code__.co_names if function else ()
-        self._names = [name for name in named if name in self._globals]
+        self._cells: list[CellType] = []
+        self._names: list[tuple[dict[str, Any], str]] = []
+        for function, _ in functions_of(body):
+            reads, names = _reads_of(function.__code__), function.__globals__
+            self._cells += (cell for name, cell in cells(function) if name in reads.around)
+            self._names += ((names, name) for name in reads.of_module if name in names)
         self.found = self._now()
         self._at_cut: list[Any] | None = None
 
     def cut(self) -> None:
-        """A body of the window has been left by a fault, and registered state is about to be put back. What stands for
-        something else behind that has been put back: it is right.
+        """Registered state is about to be put back. What stands for something else behind that has been put back: it is
+        right.
         """
         self._at_cut = self._now()
 
     def _now(self) -> list[Any]:
         """UNKNOWN: it has no value (yet, or any more)."""
-        return [*map(contents, self._cells), *(self._globals.get(name, UNKNOWN) for name in self._names)]
+        return [*map(contents, self._cells), *(names.get(name, UNKNOWN) for names, name in self._names)]
 
     def _write(self, place: int, value: Any) -> None:
         if place >= len(self._cells):
-            name = self._names[place - len(self._cells)]
+            names, name = self._names[place - len(self._cells)]
             if value is UNKNOWN:
-                self._globals.pop(name, None)
+                names.pop(name, None)
             else:
-                self._globals[name] = value
+                names[name] = value
         elif value is not UNKNOWN:
             self._cells[place].cell_contents = value
         else:
@@ -77,9 +90,20 @@ def parts_of(body: Callable[..., Any]) -> list[Any]:
     return found
 
 
-def _function_of(body: Callable[..., Any]) -> FunctionType | None:
-    while type(body) is functools.partial:
-        body = body.func
-    if type(body) is MethodType:
-        body = body.__func__
-    return body if type(body) is FunctionType else None
+@functools.lru_cache(maxsize=256)
+def _reads_of(code: CodeType) -> _Reads:
+    written, of_module, around = set[str](), set[str](), set[str]()
+    straight = True
+    for each in dis.get_instructions(code):
+        straight = straight and not each.is_jump_target and each.opcode not in _JUMPS
+        name = each.argval
+        if each.opname in _OF_MODULE:
+            of_module |= {name} - written
+        elif each.opname in ("STORE_GLOBAL", "STORE_DEREF"):
+            written |= {name} if straight else set()
+        elif each.opcode in _VARIABLES:
+            around |= {*(name if isinstance(name, tuple) else (name,))} & {*code.co_freevars} - written
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):  # what it reads of this function's own variables is no module's
+            of_module |= _reads_of(inner).of_module - written
+    return _Reads(frozenset(of_module), frozenset(around))

@@ -14,15 +14,13 @@ nor run again: ``driver.py`` ends its process, and a new one begins behind it.
 
 from __future__ import annotations
 
-import io
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from resilient_train.errors import UsageError
 from resilient_train.protocol.rank_effects import Mode
-from resilient_train.session.body_variables import BodyVariables, parts_of
 from resilient_train.session.driver import Driver
+from resilient_train.session.kept_calls import BodyCall, KeptCall
 from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step
 
@@ -39,71 +37,13 @@ class Position(NamedTuple):
     """All other ranks have left their loops: there is nothing left to do but to leave this one."""
 
 
-class BodyCall(NamedTuple):
-    """A body and what it is called with."""
-
-    body: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def make(self) -> Any:
-        """Calls the body."""
-        return self.body(*self.args, **self.kwargs)
-
-
-class _KeptCall:
-    """Of the open window, for a redo. Raises UsageError for arguments that can be used once only."""
-
-    def __init__(self, call: BodyCall, look: Callable[..., bytes]) -> None:
-        self.call = call
-        self._given = (call.args, call.kwargs), *parts_of(call.body)
-        _refuse_iterators(self._given)
-        self._variables = BodyVariables(call.body)
-        self._look_at = look
-        self._seen = self.look(plain=True)
-
-    def look(self, *, plain: bool) -> bytes:
-        """At what the body is given. ``plain``: at numbers and texts too, which may be others in another process (how
-        often it was called) and the same data.
-        """
-        return self._look_at(self._given, self._variables.found, plain=plain)
-
-    def make(self) -> Any:
-        """Calls the body."""
-        with self._variables.as_found():
-            return self.call.make()
-
-    def cut(self) -> None:
-        """The step is left by an exception, before anything is put back."""
-        self._variables.cut()
-
-    def has_changed(self) -> bool:
-        """Whether the body has written into what it is given, since this was asked last."""
-        before = self._seen
-        if before:
-            self._seen = self.look(plain=True)
-        return self._seen != before
-
-
-def _refuse_iterators(given: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> None:
-    for value in (each for args, kwargs in given for each in (*args, *kwargs.values())):
-        inner = value if type(value) in (list, tuple) else value.values() if type(value) is dict else ()
-        for each in (value, *inner):
-            if isinstance(each, Iterator) and not isinstance(each, io.IOBase):
-                raise UsageError(
-                    f"session.call hands a {type(each).__qualname__} to its body, which can be gone through once: a "
-                    "step that is redone would find it used up; hand over what the body is to take from it "
-                    "(docs/how-to/trainers.md)"
-                )
-
-
 class Calls:
     """The calls of one rank under an agent."""
 
     def __init__(self, driver: Driver, random: BodiesRandom) -> None:
         self._driver = driver
         self._random = random
-        self._window: list[_KeptCall] = []
+        self._window = driver.kept_calls = list[KeptCall]()
         self._met: Step | None = None
         """The first step, asked for by ``position`` and not entered yet."""
         self._failed = -1
@@ -130,7 +70,7 @@ class Calls:
                 f"the body of step {self._failed} was left by an exception before its update, and session.call() was "
                 "called again: what that body has left half-done can't be told from what a redo must bring back"
             )
-        kept = _KeptCall(call, self._driver.look)
+        kept = KeptCall(call, self._driver.look)
         if not self._window:
             self._driver.announces(kept.look(plain=False))
         self._window.append(kept)
@@ -157,12 +97,7 @@ class Calls:
                 if place < made and self._window[place].has_changed():
                     self._driver.gets_other_arguments()
                 made = max(made, place + 1)
-                try:
-                    result = self._window[place].make()
-                except BaseException:
-                    for each in self._window:
-                        each.cut()
-                    raise
+                result = self._window[place].make()
             if step.done and place + 1 == len(self._window):
                 return result
             if step.done and not self._driver.window_open:

@@ -57,6 +57,7 @@ from resilient_train.session.from_replica import FromReplica, LoopsBegin
 from resilient_train.session.from_saved import beside
 from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
+from resilient_train.session.kept_calls import KeptCall
 from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import Cursor
 from resilient_train.session.loop_carried import body_carried, given_by, leaves_out, loop_carried
@@ -99,6 +100,8 @@ class Driver:
 
     calling = False
     """The loop calls its bodies (``calls.py``), and a fault must bring it back to one that it knows."""
+    kept_calls: Sequence[KeptCall] = ()
+    """Those of the open window."""
     _step: Step | None = None
     """The step that the user has; None between two."""
     _called = b""
@@ -106,7 +109,7 @@ class Driver:
     _failed = -1
     """The step whose body an exception has left before its update."""
     _left_at: tuple[int, int, int, int] | None = None
-    """Where the loop was left, if not by its number."""
+    """Where the loop was left; with FINISHED by its last number."""
     _order = m.Resume(0)
     """The newest one: what is to be computed again, and how."""
     _begun = _entered = _told_end = _exits = _released = False
@@ -892,6 +895,8 @@ class Driver:
 
     def _rollback(self, _: do.Rollback) -> None:
         self._engine.between.look()
+        for call in self.kept_calls:
+            call.cut()
         lost = self._engine.window.rollback(intact=self._rank.intact)
         if lost and self._rank.intact:
             self._lose(lost, self._number)

@@ -33,9 +33,10 @@ from resilient_train.protocol.messages import Plain, Refused
 from resilient_train.session.agent_link import say_once
 from resilient_train.session.anomalies import AnomalyLimits
 from resilient_train.session.cadence import wish
-from resilient_train.session.calls import ENDLESS, BodyCall, Calls, PlainCalls, Position
+from resilient_train.session.calls import ENDLESS, Calls, PlainCalls, Position
 from resilient_train.session.carried import Carried, check_places, watch
 from resilient_train.session.driver import LOOP_IS_OVER, Driver
+from resilient_train.session.kept_calls import BodyCall
 from resilient_train.session.loader import Cursor
 from resilient_train.session.metrics import check_metrics
 from resilient_train.session.outer_loop import made_here, outer_loop

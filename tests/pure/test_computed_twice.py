@@ -231,6 +231,22 @@ def test_who_came_first_to_something_else_is_given_up() -> None:
     assert not controller.computed(1, 5, Computed(1, 3, 6)), "of nobody who is there"
 
 
+def test_what_nobody_comes_to_again_is_told_once() -> None:
+    """The script hangs a hook on once. What it trained on with was other bits, and nobody said so."""
+    controller = running(2)
+    for commits in (3, 5):
+        compute(controller, -1, -1, commits=commits)
+        recover(controller)
+        assert "deviates" in notes(compute(controller, 2, 2, commits=commits))
+        recover(controller)
+        detail = notes(compute(controller, -1, -1, commits=commits))["verified"]
+        assert detail == {"step": commits * 2, "ranks": [], **({"first_alone": True} if commits == 3 else {})}
+        lines = [*told("verified", 0, 0, detail)]
+        assert ["came to other bits on every rank when it was computed again" in each for each in lines] == (
+            [True] if commits == 3 else []
+        )
+
+
 def test_ranks_that_make_other_calls_have_no_places_in_common() -> None:
     """Two stages of a pipeline. What the second one has made of a wrong value may stand at an earlier place."""
     controller = running(4, replicas=((0, 1), (2, 3)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from resilient_train.frameworks.torch.left_on import HungOnSince, SwitchedOn, forwards_of
+from resilient_train.frameworks.torch.left_on import HungOnSince, SwitchedOn, TakenOff, forwards_of
 from resilient_train.frameworks.torch.module_entries import ModuleEntries
 
 
@@ -121,3 +121,14 @@ def test_what_stays_on_for_good() -> None:
     handle.remove()
     del model[1].forward
     assert since.names() == ["hook"]
+
+
+def test_a_hook_that_is_hung_on_once_is_told_when_the_step_that_runs_again_has_not() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    before = SwitchedOn("cpu", forwards_of([model]))
+    model[0].register_forward_hook(hook)
+    taken = TakenOff.of(before.put_back([model], [], called=False))
+    assert taken.for_good() == ["hook"]
+    model[0].register_forward_hook(hook).remove()
+    assert taken.for_good() == (), "the step does so each time"
+    assert before.put_back([model], [], called=False) == []

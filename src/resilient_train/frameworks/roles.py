@@ -183,6 +183,8 @@ class WrittenEarly(NamedTuple):
     """Of all that is copied for each window."""
     lost: str = ""
     """What it writes there besides, and nothing puts back."""
+    hooks: Sequence[str] = ()
+    """What a cut body had hung on the model, and the body that has run again has not."""
 
 
 class StateMark(NamedTuple):

@@ -364,6 +364,7 @@ class Controller:
         detail: dict[str, object] = {"step": message.step, "ranks": ranks}
         commands: list[Command] = [Note("verified", detail=detail)]
         if not ranks:
+            detail |= self._once_only(message.commits)
             return [*commands, *self._beside_neighbours(message, detail)]
         text = tre.deviation(found, told)
         detail |= {"reason": text, **tre.evidence(ranks, told)}
@@ -376,8 +377,17 @@ class Controller:
         # some came to the same once by chance. Who is new has one run only, so the others would be replaced in turns.
         if job.deviated_at != message.commits:  # it may have been machines all the same: the next run decides
             job.deviated_at = message.commits
+            job.deviated_everywhere = found.located and not alone
             return [*commands, *tre.compute_again(message, job)]
         return [*commands, *self._all_back(text, message.commits)]
+
+    def _once_only(self, commits: int) -> dict[str, object]:
+        """For people, once: nobody came to the first run's bits again, and all have come to other ones twice."""
+        job = self.job
+        if job.deviated_at != commits or not job.deviated_everywhere or job.once_only_told:
+            return {}
+        job.once_only_told = True
+        return {"first_alone": True}
 
     def _beside_neighbours(self, message: Computed, detail: dict[str, object]) -> list[Command]:
         """Each has come to the same twice. Have its replicas, from its inputs?

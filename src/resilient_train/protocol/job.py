@@ -130,7 +130,9 @@ class Job:
         self.carries = ""
         """Why a body that runs again would not be the same: a message was on its way from another one."""
         self.deviated_at = -1
-        """The update for which all ranks came to other bits when they computed it again."""
+        """The update for which all ranks came to other bits when they computed it again, or nobody knows which."""
+        self.deviated_everywhere = self.once_only_told = False
+        """So it was on every rank; and that nobody came to the first bits again was told."""
         self.given_up_at: dict[int, list[int]] = {}
         """By that update, for the newest one only: the ranks that alone came to other bits, and were replaced."""
         self.deviations: dict[tuple[int, str], int] = {}

@@ -928,6 +928,14 @@ class Driver:
             )
         if found is None:
             return
+        if found.hooks:
+            self._event("hooks_lost", {"names": found.hooks})
+            say_aside(
+                f"rank {self._link.rank}: step {self._number} had hung {found.hooks[0]} on the model, and has not when "
+                "it ran again: a step that runs again begins without, and what is hung on once (`if handle is None`) "
+                "is gone for good, so the bits will not be those of the undisturbed run; hang it on in front of the "
+                "loop (docs/how-to/loops.md)"
+            )
         if found.lost:
             self._event("written_early", {"names": [found.lost], "lost": True})
             self._tell(
@@ -1018,6 +1026,7 @@ class Driver:
         if ended is not None:
             self._peers.excuse_window()
             self._link.channel.send(self._computed(ended))
+            self._recovered |= ended.differs_at >= 0  # as a rule it is what the loop keeps beside the Session
             order = self._order
             if rank.commits != order.verified or order.distance or ended.differs_at >= 0:
                 return on.Doubtful()

@@ -64,7 +64,7 @@ def flatten(tree: Any, kind: TensorKind) -> tuple[bytes, dict[Path, Any]]:
             tensors[path] = value
             more = [divided, list(strides)] if strides else [True] if divided else []
             return {"T": [len(tensors) - 1, dtype, list(shape), *more]}
-        if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) not in _INT64:
+        if isinstance(value, int) and not isinstance(value, bool) and value not in _INT64:
             return {"I": hex(int(value))}
         if type(value) is str and not value.isascii() and any(map(_SURROGATES.__contains__, value)):
             return {"S": value.encode(errors="surrogatepass")}

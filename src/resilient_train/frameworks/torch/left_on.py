@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -42,14 +42,14 @@ class SwitchedOn:
         self._gradients = torch.is_grad_enabled()
         self._hooks = RemovableHandle.next_id
 
-    def put_back(self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], *, called: bool) -> None:
-        """The same again, with the hooks that there were. ``called``: in a loop of calls, so only whether gradients are
-        on.
+    def put_back(self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], *, called: bool) -> list[str]:
+        """The same again, with the hooks that there were; those that are no more. ``called``: in a loop of calls, so
+        only whether gradients are on.
         """
         # `with torch.set_grad_enabled(False)` switches before its `with` begins; cut in between, nobody switches back.
         torch.set_grad_enabled(self._gradients)
         if called:
-            return
+            return []
         self._forwards.put(self._forwards_there, takes_away=True)
         enabled, dtype = self._autocast
         torch.set_autocast_enabled(self._kind, enabled)
@@ -57,11 +57,32 @@ class SwitchedOn:
         torch.set_autocast_cache_enabled(self._cache)
         if torch.get_default_dtype() is not self._dtype:
             torch.set_default_dtype(self._dtype)
-        if RemovableHandle.next_id == self._hooks:
-            return
+        return self._take_off(models, optimizers) if RemovableHandle.next_id != self._hooks else []
+
+    def _take_off(self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[str]:
+        taken = []
         for hooks in _hooks_in(models, optimizers):
-            for number in [each for each, hook in hooks.items() if each >= self._hooks and _is_users(hook)]:
-                del hooks[number]
+            hung_on = [each for each, hook in hooks.items() if each >= self._hooks and _is_users(hook)]
+            taken += [_name_of(hooks.pop(each)) for each in hung_on]
+        return taken
+
+
+class TakenOff(NamedTuple):
+    """The hooks that a rollback has taken off, and the number that the next handle has when a body runs again."""
+
+    names: Sequence[str] = ()
+    next_id: int = 0
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> TakenOff:
+        """Now."""
+        return cls(names, RemovableHandle.next_id)
+
+    def for_good(self) -> Sequence[str]:
+        """Those that the step that has run again has not hung on once more: it has hung on none. What it believes to be
+        there is not (``if handle is None``).
+        """
+        return self.names if RemovableHandle.next_id == self.next_id else ()
 
 
 class HungOnSince:
@@ -81,7 +102,7 @@ class HungOnSince:
         found = [hook for each in hooks for number, hook in each if number >= self._first and _is_users(hook)]
         pairs = zip(self._forwards.now(), self._forwards_there, strict=True)
         found += [now for now, before in pairs if now is not before]
-        return sorted(getattr(each, "__qualname__", type(each).__qualname__) for each in map(_function_of, found))
+        return sorted(map(_name_of, found))
 
 
 def _hooks_in(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> Iterator[dict[int, Any]]:
@@ -98,6 +119,11 @@ def _function_of(hook: Any) -> Any:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return hook
+
+
+def _name_of(hook: Any) -> str:
+    function = _function_of(hook)
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def _is_users(hook: Any) -> bool:

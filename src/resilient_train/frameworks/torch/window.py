@@ -25,7 +25,7 @@ from resilient_train.frameworks.torch.containers import copy_tree
 from resilient_train.frameworks.torch.flowing import Flowing
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
-from resilient_train.frameworks.torch.left_on import SwitchedOn, forwards_of
+from resilient_train.frameworks.torch.left_on import SwitchedOn, TakenOff, forwards_of
 from resilient_train.frameworks.torch.optimizer_states import WrittenStates
 from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import TorchRankState
@@ -81,6 +81,7 @@ class TorchWindow:
         self._given: Callable[[], Collection[Any] | None] = tuple
         """See ``Updates``; until it is attached."""
         self._start: _Start | None = None
+        self._taken_off = TakenOff()
         self._undo: dict[str, Any] | None = None
         self._registered = {id(optimizer): _sizes(optimizer) for optimizer in objects.optimizers}
         """With the sizes of their groups when these were looked at."""
@@ -185,6 +186,8 @@ class TorchWindow:
         if not self._buckets.known:
             self._buckets.record()
         self._start = _Start(random_state(), SwitchedOn(self._kind, self._forwards), self._buckets.shares_buffers)
+        if self._taken_off.names:
+            self._taken_off = TakenOff.of(self._taken_off.names)
 
     def rollback(self, *, intact: bool = True) -> str:
         start = self._start
@@ -194,7 +197,9 @@ class TorchWindow:
         if self._undo is not None:
             self._state.restore(self._undo)
             self._undo = None
-        start.switches.put_back(self._objects.models, self._objects.optimizers, called=self._given() is None)
+        of = self._objects
+        taken = start.switches.put_back(of.models, of.optimizers, called=self._given() is None)
+        self._taken_off = TakenOff.of([*self._taken_off.names, *taken])
         gradients = self._state.kept.gradients()
         self._carried_gradients.forget()
         self._flowing.forget()
@@ -247,7 +252,8 @@ class TorchWindow:
     def _found_early(self) -> WrittenEarly | None:
         """Asked before the first optimizer of the window writes; with ``undo`` once more when the last one has."""
         found, lost = self._state.kept.found(), self._states.written()
-        return (found or WrittenEarly([], 0))._replace(lost=lost) if lost else found
+        hooks, self._taken_off = self._taken_off.for_good(), TakenOff()
+        return (found or WrittenEarly([], 0))._replace(lost=lost, hooks=hooks) if lost or hooks else found
 
     def layout(self, *, within: bool = False) -> bytes:
         history, kept = self._buckets.layout(), self._state.kept

@@ -38,17 +38,8 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
         yield _nan(detail["told"], detail["commits"], detail["without"])
     elif kind == "resumed" and "verifies" not in detail:
         yield f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
-    elif kind == "held_wrong":
-        named = ", ".join(map(str, detail["ranks"]))
-        yield (
-            f"all have trained up to update {detail['commits']} once more, and hold what the replicas of rank {named} "
-            f"had held: rank {named} had held something else"
-        )
-    elif kind == "unshared":
-        yield (
-            f"RESILIENT_VERIFY_INPUTS=neighbour has no effect: {detail['reason']}. Each rank computes its own step "
-            "twice, and no replica's"
-        )
+    elif kind in ("held_wrong", "verified", "unshared"):
+        yield from _of_repeated(kind, detail)
     elif kind == "assembled":
         yield f"recovery {generation}: all ranks at one step after {took_ms:.0f} ms, {detail['commits']} updates done"
     elif kind == "leaving":
@@ -81,6 +72,28 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
         yield f"replacements are only forked with their imports done, not {detail['asked']}: {detail['reason']}"
     elif kind == "job_end" and detail["code"]:
         yield f"the job ends: {detail['reason']}"
+
+
+def _of_repeated(kind: str, detail: dict[str, Any]) -> Iterator[str]:
+    """Of what was computed once more."""
+    if kind == "held_wrong":
+        named = ", ".join(map(str, detail["ranks"]))
+        yield (
+            f"all have trained up to update {detail['commits']} once more, and hold what the replicas of rank {named} "
+            f"had held: rank {named} had held something else"
+        )
+    elif kind == "verified" and detail.get("first_alone"):
+        yield (
+            f"step {detail['step']} came to other bits on every rank when it was computed again, and the third time to "
+            "those: as a rule a body changes something for good that is not registered (a flag, a hook that it hangs "
+            "on once), and from here the bits are not those of a run without RESILIENT_VERIFY_EVERY. `resilient-train "
+            "drill` tells (docs/how-to/silent-errors.md)"
+        )
+    elif kind == "unshared":
+        yield (
+            f"RESILIENT_VERIFY_INPUTS=neighbour has no effect: {detail['reason']}. Each rank computes its own step "
+            "twice, and no replica's"
+        )
 
 
 def _nan(told: str, commits: int, without: int) -> str:

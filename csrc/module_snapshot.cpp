@@ -14,6 +14,7 @@
 #include <vector>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -22,6 +23,7 @@
 #include "snapshot/copier.hpp"
 #include "snapshot/memory.hpp"
 #include "snapshot/nan.hpp"
+#include "snapshot/sampled_words.hpp"
 #include "snapshot/xxh3.hpp"
 
 namespace nb = nanobind;
@@ -190,6 +192,10 @@ void bind_snapshot(nb::module_& module) {
       .def_prop_ro("done", &PyCopier::done)
       .def("abort", &PyCopier::abort)
       .def("digests", &PyCopier::digests);
+  nb::class_<SampledWords>(module, "SampledWords")
+      .def(nb::init<const std::vector<std::pair<std::uint64_t, std::uint64_t>>&>(), "pieces"_a)
+      .def("take", &SampledWords::take)
+      .def("changed", &SampledWords::changed);
   nb::class_<PyWord>(module, "Word")
       .def(nb::init<nb::handle, std::size_t>(), "buffer"_a, "offset"_a)
       .def_prop_ro("value", &PyWord::value)

@@ -24,6 +24,7 @@
 #include "snapshot/copier.hpp"
 #include "snapshot/memory.hpp"
 #include "snapshot/nan.hpp"
+#include "snapshot/sampled_words.hpp"
 #include "snapshot/xxh3.hpp"
 
 using namespace resilient;
@@ -312,6 +313,24 @@ void test_nan() {
   CHECK(!holds_nan(nullptr, 0, 8, 1));
 }
 
+void test_sampled_words() {
+  std::vector<std::uint32_t> one(7, 5);
+  std::vector<std::uint32_t> other(1, 6);
+  const auto at = [](const std::vector<std::uint32_t>& words) { return reinterpret_cast<std::uint64_t>(words.data()); };
+  SampledWords sampled({{at(one), 28}, {0, 400}, {at(other), 3}, {at(other), 4}});
+  std::size_t seen = 0;
+  for (int turn = 0; turn < 7; ++turn) {
+    sampled.take();
+    CHECK(sampled.changed().empty());
+    ++one[3];
+    seen += sampled.changed().size();
+  }
+  CHECK(seen == 1);  // each word in its turn
+  sampled.take();
+  ++other[0];
+  CHECK(sampled.changed() == std::vector<std::uint32_t>{3});
+}
+
 }  // namespace
 
 int main() {
@@ -323,6 +342,7 @@ int main() {
   test_forks();
   test_populate();
   test_nan();
+  test_sampled_words();
   std::puts("snapshot_test: all passed");
   return 0;
 }

@@ -90,6 +90,39 @@ def test_what_the_first_window_writes_is_put_back_from_the_second_on(how: Callab
     assert torch.equal(job.weight, before), "a recovery that is cut by another one puts back twice"
 
 
+def test_what_a_later_window_writes_past_the_version_counters() -> None:
+    """LoRA's merge, ``weight.data += ...``: one word of each parameter is looked at."""
+    job = Job()
+    for _ in range(5):
+        assert job.window() == []
+    assert not job.kept.looks_closely
+    job.model.weight.requires_grad_(False)
+    assert job.window(lambda: silently(job.weight)) == ["model.0.weight"]
+    job.kept.begin({})
+    before = job.weight.detach().clone()
+    silently(job.weight)
+    job.kept.put_back()
+    assert not job.kept.lost
+    assert torch.equal(job.weight, before)
+    silently(job.model.bias)
+    job.kept.put_back()
+    assert job.kept.lost == "model.0.bias", "the first that writes it has no copy"
+
+
+def test_memory_that_a_body_lets_go_is_not_looked_at() -> None:
+    job = Job()
+    for _ in range(5):
+        job.window()
+    job.kept.begin({})
+    job.weight.untyped_storage().resize_(0)
+    job.kept.look()
+    job.weight.untyped_storage().resize_(64)
+    write(job.weight)
+    job.kept.look()
+    assert job.kept.lost == "model.0.weight"
+    job.kept.cut()
+
+
 @pytest.mark.parametrize("windows", [0, 5])
 def test_other_memory_needs_no_copy(windows: int) -> None:
     """Nobody has written to that which was there: also where it comes back, and somebody else's stays as it is."""

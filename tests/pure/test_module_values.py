@@ -253,3 +253,15 @@ def test_a_module_in_anothers_place() -> None:
     found = dict(ModuleValues(listed(model), first).exchanged())
     assert found[0, "2.drop"] == "none"
     assert found[0, "2.more"].startswith("torch.nn.modules.linear.Identity ")
+
+
+def test_a_value_that_a_new_process_does_not_get() -> None:
+    """Something else in its module has changed too: decision 60."""
+    model, of = (built := Annealed()), values(built)
+    model.drop.p = 0.25
+    assert (of.kept_back(), taken(of)) == ([], {(0, "drop"): {"p": 0.25}})
+    model.drop.mask = torch.ones(2)
+    model.heat = 0.5
+    model.maps = [1]
+    assert of.kept_back() == [((0, ""), "heat", 0.5), ((0, "drop"), "p", 0.25)]
+    assert taken(of) == {}

@@ -12,7 +12,7 @@ import pytest
 
 from resilient_train._native import Board, Page
 from resilient_train.protocol.difference_report import SharedObjects, alone, first_difference, rule, sentence
-from resilient_train.protocol.messages import EXCHANGED, HOOKS, Differs, Held, Shared
+from resilient_train.protocol.messages import EXCHANGED, HOOKS, KEPT_BACK, Differs, Held, Shared
 from resilient_train.protocol.replicas import alike, disagreeing
 from resilient_train.session.peers import Peers
 from resilient_train.session.replica_comparison import Comparison, fingerprint
@@ -338,6 +338,7 @@ def test_an_attribute_that_one_rank_alone_has_set_differs() -> None:
     assert "rank_state=" in rule("state['own']")
     assert "what the script builds there" in rule("model.0.act" + EXCHANGED)
     assert "in front of its loop" in rule(HOOKS)
+    assert "something else in that module" in rule("model.0.drop.p" + KEPT_BACK)
 
 
 def test_what_a_rank_said_before_it_went_back_is_not_compared() -> None:

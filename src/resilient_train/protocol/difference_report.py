@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from resilient_train.protocol.messages import EXCHANGED, HOOKS, Differs, Shared
+from resilient_train.protocol.messages import EXCHANGED, HOOKS, KEPT_BACK, Differs, Shared
 
 
 class Doubt:
@@ -144,6 +144,11 @@ def rule(name: str) -> str:
         return (
             "a new process has what the script builds there: what the loop puts in its place it must put there in "
             "every step, by the step's number (docs/how-to/loops.md)"
+        )
+    if name.endswith(KEPT_BACK):
+        return (
+            "a new process has it as the script builds it, since something else in that module has changed as well: "
+            "set it in every step, by the step's number (docs/how-to/loops.md)"
         )
     if name == HOOKS:
         return (

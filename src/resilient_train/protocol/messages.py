@@ -391,6 +391,8 @@ class Held(msgspec.Struct, tag="held", frozen=True):
 
 EXCHANGED = " (the module)"
 """So the names of modules end that are not the ones that were built."""
+KEPT_BACK = " (not given)"
+"""And those of attributes in modules of which a new process gets nothing."""
 HOOKS = "model.hooks"
 """All that the loop has hung on the model for good."""
 

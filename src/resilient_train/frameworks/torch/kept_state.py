@@ -28,10 +28,11 @@ import msgspec
 import torch
 import xxhash
 
+from resilient_train import _native
 from resilient_train.frameworks.roles import Objects, StateMark, WrittenEarly
 from resilient_train.frameworks.torch import module_values
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
-from resilient_train.frameworks.torch.leaves import is_sharded, local, memory_of, state_of, version_of
+from resilient_train.frameworks.torch.leaves import is_plainly_dense, is_sharded, local, memory_of, state_of, version_of
 from resilient_train.frameworks.torch.module_entries import ModuleEntries, same_objects
 from resilient_train.frameworks.torch.module_switches import Held, ModuleSwitches, Switched
 from resilient_train.frameworks.torch.module_values import ModuleValues, ValuesOf
@@ -43,7 +44,7 @@ from resilient_train.frameworks.torch.watched_state import (
     size_of,
     tensors_in,
 )
-from resilient_train.protocol.messages import EXCHANGED
+from resilient_train.protocol.messages import EXCHANGED, KEPT_BACK
 
 LIVES_ON = "resilient_lives_on"
 """An attribute of state that a process which lives on brings up to date by itself: it is not put back there."""
@@ -117,6 +118,9 @@ class KeptState:
         self.address: Callable[[Any], int] = torch.Tensor.data_ptr
         """Of one of them; others where there are DTensors, whose memory is another tensor's."""
         self._versions: list[int] = []
+        self._words = _native.SampledWords([])
+        """Of what lies on the host: a write to ``parameter.data`` moves no version."""
+        self._words_at: list[int] = []
         self._digests: list[str] = []
         self._early: set[Key] = set()
         """The parameters that are written before updates, and ..."""
@@ -162,8 +166,9 @@ class KeptState:
             self._switches = ModuleSwitches(self._models)
             self._values = ModuleValues(self._modules, self._values)
         there = self._parameters.now()
-        where = [*map(torch.Tensor.data_ptr, self._aliases)]
+        where = self._where()
         if same_objects(there, self._there) and [*map(self.address, self._tensors)] == where:
+            self._words_from(where)
             return
         self._there = [*there]
         pairs = zip(self._places, there, strict=True)
@@ -173,6 +178,15 @@ class KeptState:
         self._aliases = [each.alias for each in self._watched]
         if any(map(is_sharded, self._tensors)):
             self.version, self.address = version_of, _address_of
+        self._words_from(self._where())
+
+    def _where(self) -> list[int]:
+        return [*map(torch.Tensor.data_ptr, self._aliases)]
+
+    def _words_from(self, where: list[int]) -> None:
+        if where != self._words_at:
+            self._words_at = where
+            self._words = _native.SampledWords([*map(_words_of, self._aliases)])
 
     def modes_now(self) -> _Modes:
         """Of what the window found: modules, parameters."""
@@ -199,6 +213,7 @@ class KeptState:
 
     def _mark(self, *, digests: bool) -> None:
         self._versions = [*map(self.version, self._tensors)]
+        self._words.take()
         self._digests = [digest_of_host(each.alias) for each in self._watched] if digests else []
 
     def look(self) -> None:
@@ -206,27 +221,30 @@ class KeptState:
         if not self.open:
             return
         versions = [*map(self.version, self._tensors)]
-        if self._digests or versions != self._versions:
-            self._look_at(versions)
+        words = self._words.changed() if self._where() == self._words_at else []  # a body may let memory go
+        if self._digests or words or versions != self._versions:
+            self._look_at(versions, words)
         if not self._cut:
             for state in self.states:
                 if state.look():
                     self._lost.append(state.told)
 
-    def _look_at(self, versions: list[int]) -> None:
+    def _look_at(self, versions: list[int], words: list[int]) -> None:
         """Only what has no copy can be lost."""
         digests = self._digests or [""] * len(self._tensors)
         each_of = zip(self._watched, versions, self._versions, digests, strict=True)
-        for (place, _, alias), version, was, digest in each_of:
+        for index, ((place, _, alias), version, was, digest) in enumerate(each_of):
             if place.key in self._copies or place.key in self._behind:
                 continue
-            other = digest_of_host(alias) != digest if digest else version != was
+            other = digest_of_host(alias) != digest if digest else version != was or index in words
             if other:
                 self._lost.append(_told(place.key))
             if (other or version != was) and not self._cut and place.key not in self._early:
                 self._early.add(place.key)
                 self._found.append(_told(place.key))
         self._versions = versions
+        if words:
+            self._words.take()
 
     def found(self) -> WrittenEarly | None:
         """What was seen to be written early, since the last call."""
@@ -277,7 +295,7 @@ class KeptState:
         names = [(key, "training") for key in {*modes.evaluating} ^ {*mine.evaluating}]
         names += [(key, "requires_grad") for key in {*modes.frozen} ^ {*mine.frozen}]
         names += module_values.unlike(modes.values, mine.values)
-        return sorted({f"{_told(key)}.{name}".replace("..", ".") for key, name in names})
+        return sorted({_attribute(key, name) for key, name in names})
 
     def settled(self) -> list[tuple[object, frozenset[str]]]:
         """See ``frameworks/roles.Window``."""
@@ -315,8 +333,9 @@ class KeptState:
         are in another's place: the name, and what it is now. Not of what keeps itself up to date.
         """
         states = [(f"state[{state.name!r}]", digest_of_state(state_of(state.thing))) for state in self.states]
-        values = [(f"{_told(key)}.{name}".replace("..", "."), value) for key, name, value in self._values.changed()]
+        values = [(_attribute(key, name), value) for key, name, value in self._values.changed()]
         others = [(_told(key) + EXCHANGED, what) for key, what in self._values.exchanged()]
+        others += [(_attribute(key, name) + KEPT_BACK, repr(value)) for key, name, value in self._values.kept_back()]
         return states + [(name, xxhash.xxh3_128_hexdigest(repr(value).encode())) for name, value in values + others]
 
     @property
@@ -333,6 +352,7 @@ class KeptState:
         for place, _, alias in self._watched:
             if place.key not in self._copies:
                 _clone_into(self._behind, place.key, alias)
+        self._words_from(self._where())
         self._mark(digests=False)
         for state in self.states:
             state.cut()
@@ -463,6 +483,15 @@ def zero(gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
 def _told(key: Key) -> str:
     """As checkpoints call it."""
     return f"model.{key[0]}.{key[1]}"
+
+
+def _attribute(key: Key, name: str) -> str:
+    return f"{_told(key)}.{name}".replace("..", ".")
+
+
+def _words_of(memory: torch.Tensor) -> tuple[int, int]:
+    dense = memory.is_cpu and is_plainly_dense(memory)
+    return (memory.data_ptr(), memory.nbytes) if dense else (0, 0)
 
 
 def can_be_watched(tensor: torch.Tensor) -> bool:

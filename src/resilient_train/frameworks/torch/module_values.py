@@ -127,6 +127,20 @@ class ModuleValues:
         told = [each for each in self.told(self.held()) if not publishes(modules[each.module])]
         return [(each.module, name, value) for each in told for name, value in each.values.items()]
 
+    def kept_back(self) -> list[tuple[Key, str, Any]]:
+        """What is not as it was built in modules of which another process takes nothing over, one by one."""
+        found = []
+        for key, module in self._modules:
+            built, parts = self._built.get(key), _parted(module)
+            if built is None or built.module is not module or publishes(module):
+                continue
+            changed = {
+                name: each for name, each in parts.plain.items() if name in _unlike(parts.plain, built.parts.plain)
+            }
+            if built.parts.others != parts.others or not all(map(_can_be_sent, changed.values())):
+                found += [(key, name, value) for name, value in changed.items()]
+        return found
+
     def exchanged(self) -> list[tuple[Key, str]]:
         """Where another module stands than was built, or none, or one more: its class and plain values (of a library's
         alone: others may count). Not where it is like the first.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import importlib
 import linecache
 import random
 import sys
 import textwrap
 from collections.abc import Iterator
+from queue import Queue
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -48,6 +50,16 @@ LOOPS = {
     "a list that is emptied": ("del news[:]\nnews.append(step)\nuse(news)", ()),
     "a list that is filled anew": ("news[:] = [step]\nnews.append(step)\nuse(news)", ()),
     "a list that is cleared in the end": ("news.append(step)\nuse(news)\nnews.clear()", ("news",)),
+    "a list that is shuffled": ("random.shuffle(news)", ("news",)),
+    "a list that is new, and shuffled": ("news = [step]\nrandom.shuffle(news)", ()),
+    "an array that is shuffled": ("np.random.shuffle(array)", ("array",)),
+    "an array that is added to at places": ("np.add.at(array, step, 1)", ("array",)),
+    "a heap": ("heapq.heappush(news, step)", ("news",)),
+    "a list that is turned": ("news.reverse()\nuse(news)", ("news",)),
+    "a queue": ("queue.put(1)\nuse(queue.get())", ("queue",)),
+    "an attribute by a name": ("setattr(net, 'seen', getattr(net, 'seen') * 2)", ("net.seen",)),
+    "of a frozen object": ("object.__setattr__(net, 'seen', net.seen * 2)", ("net.seen",)),
+    "an attribute by a name that each step sets first": ("setattr(net, 'seen', 2)\nuse(getattr(net, 'seen', 0))", ()),
     "a count in an object": ("net.seen += 1", ("net.seen",)),
     "of an object of this step": ("fresh = batch()\nfresh.seen += 1", ()),
     "an entry": ("counts['n'] += 1", ("counts['n']",)),
@@ -179,6 +191,10 @@ def names() -> dict[str, Any]:
         "ops": Ops,
         "Mean": Mean,
         "use_all": lambda: (0, 0),
+        "random": random,
+        "np": np,
+        "heapq": heapq,
+        "queue": Queue(),
     }
 
 

@@ -57,7 +57,8 @@ _OF_ARRAYS = ("add_", "__array_interface__")
 """What tensors of torch's, and arrays of NumPy's, have."""
 _LOOKED_AT = 2000
 """Objects in a container: 10 us each."""
-_CHANGES = ("append", "appendleft", "extend", "insert", "add", "update", "remove", "discard", "clear")
+_CHANGES = ("append", "appendleft", "extend", "extendleft", "insert", "add", "update", "remove", "discard", "clear",
+            "rotate", "reverse", "sort")  # fmt: skip
 _CONTAINERS = (list, dict, set, deque)
 _ANEW = ("clear", "zero_", "fill_", "copy_")
 """What was in it before is gone."""
@@ -67,6 +68,9 @@ _VIEWS = ("data", "T", "mT", "H", "real", "imag", "detach", "view", "view_as", "
 _ITERABLES = ("list", "tuple", "reversed", "sorted")
 _FOR_EACH = ("_foreach_", "_")
 """Functions of torch's that change the tensors of a list begin and end so."""
+_IN_PLACE = ("shuffle", "at", "heapify", "heappush", "heappop", "heappushpop", "heapreplace")
+"""Functions of others that change what they are given first."""
+_SETS = ("setattr", "object.__setattr__")
 _TAKES = ("pop", "popleft", "popitem", "setdefault")
 """Of containers; those of tensors end with one underscore."""
 _READS_ENTRY = ("get", "setdefault", "pop")
@@ -183,6 +187,9 @@ def _name_of(node: ast.AST) -> str:
             return base and f"{base}.{node.attr}"
         case ast.Subscript(slice=(ast.Constant() | ast.Name() | ast.Attribute()) as key):
             return _entry(node.value, key)
+        case ast.Call(func=ast.Name(id="getattr"), args=[of, ast.Constant(value=str(attribute)), *_]):
+            base = _name_of(of)
+            return base and f"{base}.{attribute}"
         case _:
             return ""
 
@@ -452,6 +459,11 @@ class _Flow:
             return
         if name := _name_of(node):
             self._reads(name)
+        match node:
+            case ast.Call(args=[of, ast.Constant(value=str(attribute)), value]) if _name_of(node.func) in _SETS:
+                self._read(value)
+                self._write(ast.Attribute(of, attribute))
+                return
         whole, part = _written_arguments(node) if isinstance(node, ast.Call) else (None, None)
         for child in ast.iter_child_nodes(node):
             if child is not whole and (not name or (isinstance(node, ast.Subscript) and child is node.slice)):
@@ -606,7 +618,8 @@ class _Flow:
         path = self._scope.path(_container(name)) if name else []
         if not path or len(path) < len(_parts(_container(name))):
             return []
-        return path if isinstance_past(path[-1], _CONTAINERS) or held(path[-1], "add_") is not UNKNOWN else []
+        array = any(held(path[-1], verb) is not UNKNOWN for verb in _OF_ARRAYS)
+        return path if array or isinstance_past(path[-1], _CONTAINERS) else []
 
     def _begins_anew(self, method: ast.Attribute) -> bool:
         name = self._written_by(method.value)
@@ -713,9 +726,8 @@ def _written_arguments(node: ast.Call) -> tuple[ast.AST | None, ast.AST | None]:
     verb, first = _name_of(node.func).rpartition(".")[2], next(iter(node.args), None)
     begin, end = _FOR_EACH
     out = next((each for each in node.keywords if each.arg == "out"), None)
-    return out or (first if verb == "copyto" else None), first if verb.startswith(begin) and verb.endswith(
-        end
-    ) else None
+    part = verb in _IN_PLACE or (verb.startswith(begin) and verb.endswith(end))
+    return out or (first if verb == "copyto" else None), first if part else None
 
 
 def _container(name: str) -> str:

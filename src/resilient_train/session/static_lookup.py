@@ -30,7 +30,7 @@ from resilient_train import script_place
 
 _TEXT_MAX = 300_000
 UNKNOWN: Any = object()
-_DRAWS = ("Random", "Generator", "RandomState")
+_DRAWS = ("Random", "Generator", "RandomState", "Queue", "SimpleQueue")
 """Python's, NumPy's and torch's own."""
 _FILES = io.IOBase.__mro__[1]
 _ORDER, _HELD, _NAME = (vars(type)[name] for name in ("__mro__", "__dict__", "__name__"))
@@ -61,7 +61,7 @@ def variables(frame: FrameType) -> dict[str, Any]:
 
 
 def moves_when_used(value: Any) -> bool:
-    """An iterator, a random number generator, a metric: to use one is to change it."""
+    """An iterator, a random number generator, a queue, a metric: to use one is to change it."""
     if type(value) is GeneratorType and value.gi_code.co_filename.startswith(script_place.PACKAGE):
         return False  # session.steps()
     kinds = _ORDER.__get__(type(value))

@@ -3,7 +3,8 @@
 import itertools
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -351,6 +352,41 @@ def test_a_place_that_is_not_found_is_seen(done: int, strays: bool) -> None:
     first = cursor(Forever())
     take(first, done)
     assert brought(first, Forever()).strayed is strays
+
+
+class CountsBehind(Stateful):
+    """So the batch that it has given last is the next one for who takes its place."""
+
+    def __init__(self, batches: Sequence[int]) -> None:
+        super().__init__(len(batches))
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.resumed:
+            self.place = 0
+        self.resumed = False
+        while self.place < self.size:
+            yield self.batches[self.place]
+            self.place += 1
+
+
+@pytest.mark.parametrize(
+    ("loader", "strays"),
+    [(Stateful(9), False), (CountsBehind(range(9)), True), (CountsBehind([3, 3, 5, 6, 6, 7, 7, 7, 7]), False)],
+)
+def test_a_loader_that_keeps_its_place_and_gives_a_batch_twice(loader: Stateful, strays: bool) -> None:
+    """Where batches are alike in any case, nothing is said."""
+    first = cursor(loader)
+    take(first, 4)
+    second = brought(first, copy(loader))
+    second.looks = True
+    take(second, 1)
+    assert second.strayed is strays
+    first, second = cursor(Stateful(1)), cursor(Stateful(1))
+    take(first, 1)
+    second.load(first.position())
+    take(second, 1)
+    assert not second.strayed, "it is the first one of the next pass"
 
 
 def test_fewer_batches_than_there_were_are_seen() -> None:

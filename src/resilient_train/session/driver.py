@@ -861,6 +861,7 @@ class Driver:
             same = self._batches.draw(place, whole=whole)
         if not again and self._cursor.begun:
             self._publication.pass_begun(self._rank.commits, self._cursor.begun)
+        if not again and (self._cursor.begun or self._cursor.strayed):
             self._tell_strayed(self._rank.number)
         if not same:
             self._lose(f"the batch of step {self._rank.number}, or state that its loader moves on,", self._rank.number)
@@ -1325,6 +1326,11 @@ class Driver:
         if self._nan.found:
             detail["nan_tensors"] = self._nan.found.tensors
         self._event("session_end", {**detail, "commits": self._rank.commits, "redone": self._redone})
+        if self._link.incarnation and not self._entered:
+            say_aside(
+                f"rank {self._link.rank} was lost in the last update, and this process has run no step: what the loop "
+                "binds (`step`, `loss`) has no value behind it (docs/how-to/loops.md, Behind the loop)"
+            )
 
     def _release(self, *, for_another: bool = False) -> None:
         """Gives back all that this Session holds of the process. Idempotent: also called when the interpreter ends.

@@ -96,7 +96,8 @@ class Cursor:
         """Somebody publishes the position, so each batch is looked at."""
         self.strayed = False
         """The position that was taken up last was not found: the batch before it is another one here."""
-        self._last = self._drawn_from = self._expected = b""
+        self._last = self._drawn_from = self._expected = self._newest = b""
+        self._goes_on = self._repeats = False
         self.begun = b""
         """A look at the first batch of a pass, if that was drawn last."""
         self._reused: bool | None = None
@@ -146,7 +147,17 @@ class Cursor:
                 self.strayed = self.strayed or self._expected not in (b"", self.begun)
                 self._expected = b""
             self._drawn_from = drawn_from if drawn_from != self._data.random_state() else b""
+        elif self.looks:
+            self._look_for_repeats(self._data.look(value))
         return Batch(value, self._epoch)
+
+    def _look_for_repeats(self, look: bytes) -> None:
+        """Of a loader that keeps its place: brought back, does it give the batch once more that was the last (for it
+        counts behind its ``yield``)? Where one batch is like the one before in any case, that says nothing.
+        """
+        self.strayed = self._goes_on and look == self._last != b""
+        self._repeats = self._repeats or (not self._goes_on and look == self._newest)
+        self._goes_on, self._newest, self._last = False, look, b"" if self._repeats else look
 
     def sources(self) -> tuple[Any, ...]:
         """What gives the batches."""
@@ -234,7 +245,7 @@ class Cursor:
         if self._stateful:
             assert own["inner"] is not None, "a stateful loader's position without its state"
             self.loader.load_state_dict(own["inner"])
-            self._iterator = iter(self.loader)
+            self._iterator, self._goes_on = iter(self.loader), True
         else:
             self._data.restore_random_state(self._epoch_random)
             self._iterator = self._go_on()
@@ -247,7 +258,7 @@ class Cursor:
 
     @property
     def _looks(self) -> bool:
-        """A loader that keeps its position itself is believed."""
+        """A loader that keeps its position itself is believed, but for one thing (``_look_for_repeats``)."""
         return self.looks and not self._stateful
 
     def _go_on(self) -> Iterator[Any]:
@@ -279,7 +290,7 @@ class Cursor:
         self._set_epoch()
         self._epoch_random = self._data.random_state()
         self._epoch_generators = self._states()
-        self._before, self._drawn_by, self._packed = self._entries(), {}, None
+        self._before, self._drawn_by, self._packed, self._goes_on = self._entries(), {}, None, False
         self._reused = self._reuses()
         if self._data.workers(self.loader) is Workers.KEPT and not self._reused:
             led_to = self._order.led_to(self.loader) if self._order is not None else ()

@@ -209,6 +209,16 @@ def test_state_that_changes_between_two_calls(
     assert_same(run, quiet, recoveries=2)
 
 
+def test_bodies_that_get_all_by_variables(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    """Of a decorated body, and of a function in it. The second fault of a window is seen between two calls: the bodies
+    that it brought back ran on the newest variables.
+    """
+    quiet = undisturbed_of("called.py", "--accumulate", "3", "--steps", "18", ranks=2)
+    names = ("--accumulate", "3", "--steps", "18", "--names", "--dies-between", "13")
+    run = run_of(tmp_path / "run", *names, plan="hcce rank=0 step=8; hcce rank=1 step=12 phase=COMPUTE at=backward")
+    assert_same(run, quiet, recoveries=3)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_what_changes_in_front_of_calls(tmp_path: Path, undisturbed_of: Undisturbed, accumulate: int) -> None:

@@ -99,6 +99,15 @@ def test_a_module_that_stands_in_anothers_place_is_told_when_a_new_process_has_i
     assert run.err.count("but a new process has the hooks alone that the script hangs on") == 1, run.explain()
 
 
+def test_a_hook_that_is_hung_on_once_in_a_step_that_is_computed_twice_is_told(tmp_path: Path) -> None:
+    """It is taken off for the second time, and never hung on again: other bits without a fault, and nobody said so."""
+    environ = {"RESILIENT_VERIFY_EVERY": "2"}
+    run = launch(tmp_path / "run", "mistaken.py", "hook-once", "9", "--at", "5", ranks=2, **environ)
+    assert run.code == 0, run.explain()
+    assert run.err.count("step 5 came to other bits on every rank when it was computed again") == 1, run.explain()
+    assert [event["detail"] for event in run.of("hooks_lost")] == [{"names": ["<lambda>"]}] * 2, run.explain()
+
+
 def test_a_process_that_begins_in_another_of_the_scripts_loops_says_so(tmp_path: Path) -> None:
     """It is through with its own when the others are: the job ends well all the same."""
     plan = ("--faults", "kill rank=1 step=6; kill rank=1 step=10 incarnation=1")

@@ -215,6 +215,8 @@ def test_what_a_body_does_not_read_of_another_is_no_variable_of_its() -> None:
     count = 0
     assert BodyVariables(body).found == []
 
+    cuts = 7
+
     def reads() -> Any:
         global COUNT
         if seen:
@@ -223,6 +225,7 @@ def test_what_a_body_does_not_read_of_another_is_no_variable_of_its() -> None:
 
     seen: list[int] = []
     assert BodyVariables(reads).found == [seen, COUNT]
+    assert BodyVariables(lambda: (cuts, K, COUNT, K, cuts)).found == [cuts, COUNT, K], "in all processes alike"
 
 
 def test_what_is_put_back_between_stays_put_back() -> None:

@@ -22,10 +22,12 @@ _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
 class _Reads(NamedTuple):
-    """The variables that a function's text reads before it has written them: of its module, and of functions around."""
+    """The variables that a function's text reads before it has written them: of its module, and of functions around. In
+    an order that is the same in each process: a new one compares what they are.
+    """
 
-    of_module: frozenset[str]
-    around: frozenset[str]
+    of_module: tuple[str, ...]
+    around: tuple[str, ...]
 
 
 class BodyVariables:
@@ -105,5 +107,5 @@ def _reads_of(code: CodeType) -> _Reads:
             around |= {*(name if isinstance(name, tuple) else (name,))} & {*code.co_freevars} - written
     for inner in code.co_consts:
         if isinstance(inner, CodeType):  # what it reads of this function's own variables is no module's
-            of_module |= _reads_of(inner).of_module - written
-    return _Reads(frozenset(of_module), frozenset(around))
+            of_module |= {*_reads_of(inner).of_module} - written
+    return _Reads(tuple(sorted(of_module)), tuple(sorted(around)))

@@ -7,13 +7,15 @@ the model without gradients there.
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +26,18 @@ from torch.nn.parallel import DistributedDataParallel
 import resilient_train as rt
 from resilient_train.config import read_link
 from resilient_train.frameworks.roles import Fingerprint
+
+BATCH: Any = None
+
+
+def once_more(body: Callable[[], float]) -> Callable[[], float]:
+    """As decorators do."""
+
+    @functools.wraps(body)
+    def wrapped() -> float:
+        return body()
+
+    return wrapped
 
 
 class Seen:
@@ -201,12 +215,19 @@ class Job:
                     self.go_wrong(session)
                     continue
                 with self.in_front(number):
-                    loss = session.call(self.body, number, batch=self.batch_of(place))
+                    loss = self.call(number, self.batch_of(place))
                 assert isinstance(loss, float)
                 assert session.position.step == number + 1
                 self.between(number)
             if self.asked.one_leaves_late and dist.get_rank() == 0:
                 self.take_long_to_leave()
+
+    def call(self, number: int, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        global BATCH
+        if not self.asked.names:
+            return self.session.call(self.body, number, batch=batch)
+        BATCH = batch
+        return self.session.call(once_more(lambda: sum(self.body(each, BATCH) for each in (number,))))
 
     def take_long_to_leave(self) -> None:
         """As if the state, of which a digest is taken at the end, were large."""
@@ -231,6 +252,7 @@ if __name__ == "__main__":
     parser.add_argument("--strays", action="store_true", help="a new process takes other batches")
     parser.add_argument("--changes", action="store_true", help="many things in front of each call")
     parser.add_argument("--hangs", action="store_true", help="a hook, and another forward, in front of the first call")
+    parser.add_argument("--names", action="store_true", help="bodies get all by variables that an inner function names")
     parser.add_argument("--wrong", default="", help="what is done in step 1")
     parser.add_argument("--counts-from", type=int, default=-1, help="from this step on, behind calls without update")
     parser.add_argument("--counts-in-bodies", action="store_true")

@@ -7,7 +7,7 @@ rank 1 changes a parameter by itself, after the update. ``early``: a loss is giv
 know. ``unsteady``: random numbers that no seed decides. ``own-mean``: a mean of this rank's own losses, where only what
 is alike belongs. ``carries``: a message that is sent in one step and received in the next. ``epochs``: the loop is left
 and entered again each four steps, and what it is in counts. ``other-module``: in step ``--at`` another activation is
-put in the first one's place, and a gradient gets a hook.
+put in the first one's place, and a gradient gets a hook. ``hook-once``: from step ``--at`` on a layer has one.
 """
 
 import argparse
@@ -73,7 +73,7 @@ own, common = Mean(), Mean()
 sent: list[object] = []
 inputs, over = torch.randn(8, 6), iter(DataLoader(torch.randn(256, 6), batch_size=8))
 state = {"common": common, "own": own} if mode == "own-mean" else {}
-epoch = 0
+epoch, handle = 0, None
 
 
 def steps(session: rt.Session) -> Iterator[rt.Step]:
@@ -95,6 +95,8 @@ with rt.Session(model=model, optimizer=registered, state=state) as session:
         if mode == "early":
             session.check(1.0)
         with step:
+            if mode == "hook-once" and step.number >= asked.at and handle is None:
+                handle = core[0].register_forward_hook(lambda _module, _given, output: output * 1.5)
             if mode != "ahead":
                 inputs = next(over) if mode == "iterator" else torch.randn(8, 6)
             loss = (model(inputs) - torch.randn(8, 3)).pow(2).mean()

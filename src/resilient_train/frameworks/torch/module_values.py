@@ -134,9 +134,8 @@ class ModuleValues:
             built, parts = self._built.get(key), _parted(module)
             if built is None or built.module is not module or publishes(module):
                 continue
-            changed = {
-                name: each for name, each in parts.plain.items() if name in _unlike(parts.plain, built.parts.plain)
-            }
+            names = _unlike(parts.plain, built.parts.plain)
+            changed = {name: parts.plain[name] for name in names if name in parts.plain}
             if built.parts.others != parts.others or not all(map(_can_be_sent, changed.values())):
                 found += [(key, name, value) for name, value in changed.items()]
         return found

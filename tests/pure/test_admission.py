@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from resilient_train.errors import ConfigError, StateError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
 from resilient_train.frameworks.roles import Engine, Objects  # noqa: E402
+from resilient_train.frameworks.torch.admission import without_optimizer  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.frameworks.torch.leaves import span_of  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
@@ -303,3 +304,11 @@ def test_a_tensor_without_memory_is_an_error_wherever_it_is_looked_at(fake_world
     with pytest.raises(StateError, match=r"DTensor of shape \(32, 3\) has no memory of its own"):
         span_of(sharded(1.0))
     assert span_of(torch.empty(0)).size == 0
+
+
+def test_an_average_needs_no_optimizer() -> None:
+    """torch's own says of its parameters that they are trained."""
+    model = nn.Linear(2, 2)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    assert without_optimizer(Objects((model, average), (optimizer,))) == ["bias"]

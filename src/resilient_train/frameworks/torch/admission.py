@@ -58,10 +58,15 @@ def stranger(optimizer: torch.optim.Optimizer, registered: set[int]) -> str | No
     return None
 
 
+def trained_of(models: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those that an optimizer is to update: not torch's average of another one, though its parameters say so."""
+    return [model for model in models if not is_a(model, "AveragedModel")]
+
+
 def without_optimizer(objects: Objects) -> list[str]:
     """The names of trained parameters that no registered optimizer updates."""
     theirs = {id(parameter) for optimizer in objects.optimizers for parameter in parameters_of(optimizer)}
-    named = (each for model in objects.models for each in model.named_parameters())
+    named = (each for model in trained_of(objects.models) for each in model.named_parameters())
     return [name for name, parameter in named if parameter.requires_grad and id(parameter) not in theirs]
 
 

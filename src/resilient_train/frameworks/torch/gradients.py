@@ -50,7 +50,8 @@ class TorchGradients:
         return admission.without_optimizer(self._objects)
 
     def averages(self) -> bool:
-        trained = (model for model in self._objects.models if any(p.requires_grad for p in model.parameters()))
+        models = admission.trained_of(self._objects.models)
+        trained = (model for model in models if any(p.requires_grad for p in model.parameters()))
         return all(wrappers_in((model,)) or any(map(is_fsdp, model.modules())) for model in trained)
 
     def digest(self) -> str:

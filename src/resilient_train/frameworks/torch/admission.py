@@ -60,7 +60,7 @@ def stranger(optimizer: torch.optim.Optimizer, registered: set[int]) -> str | No
 
 def trained_of(models: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     """Those that an optimizer is to update: not torch's average of another one, though its parameters say so."""
-    return [model for model in models if not is_a(model, "AveragedModel")]
+    return [model for model in models if not isinstance(model, torch.optim.swa_utils.AveragedModel)]
 
 
 def without_optimizer(objects: Objects) -> list[str]:

@@ -240,7 +240,7 @@ def test_what_nobody_comes_to_again_is_told_once() -> None:
         assert "deviates" in notes(compute(controller, 2, 2, commits=commits))
         recover(controller)
         detail = notes(compute(controller, -1, -1, commits=commits))["verified"]
-        assert detail == {"step": commits * 2, "ranks": [], **({"first_alone": True} if commits == 3 else {})}
+        assert detail == {"step": commits * 2, "ranks": [], **({"everywhere": True} if commits == 3 else {})}
         lines = [*told("verified", 0, 0, detail)]
         assert ["came to other bits on every rank when it was computed again" in each for each in lines] == (
             [True] if commits == 3 else []

@@ -228,6 +228,12 @@ def test_what_a_body_does_not_read_of_another_is_no_variable_of_its() -> None:
     assert BodyVariables(lambda: (cuts, K, COUNT, K, cuts)).found == [cuts, COUNT, K], "in all processes alike"
 
 
+def test_the_body_of_an_installed_package_names_its_variables_as_well() -> None:
+    names: dict[str, Any] = {"batch": 7}
+    exec(compile("def body():\n    return batch", "/usr/lib/site-packages/trainer.py", "exec"), names)
+    assert BodyVariables(names["body"]).found == [7]
+
+
 def test_what_is_put_back_between_stays_put_back() -> None:
     """An object in ``state`` may load its state by giving the variable another tensor, and the body writes in place."""
     total = [0]

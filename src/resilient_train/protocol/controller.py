@@ -382,12 +382,12 @@ class Controller:
         return [*commands, *self._all_back(text, message.commits)]
 
     def _once_only(self, commits: int) -> dict[str, object]:
-        """For people, once: nobody came to the first run's bits again, and all have come to other ones twice."""
+        """For people, once: the first two runs differed on every rank, and the third one is like one of them."""
         job = self.job
         if job.deviated_at != commits or not job.deviated_everywhere or job.once_only_told:
             return {}
         job.once_only_told = True
-        return {"first_alone": True}
+        return {"everywhere": True}
 
     def _beside_neighbours(self, message: Computed, detail: dict[str, object]) -> list[Command]:
         """Each has come to the same twice. Have its replicas, from its inputs?

@@ -11,10 +11,10 @@ import contextlib
 import dis
 import functools
 from collections.abc import Callable, Iterator
-from types import CellType, CodeType
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from resilient_train.session.static_lookup import UNKNOWN, cells, contents, functions_of
+from resilient_train.session.static_lookup import UNKNOWN, bare, cells, contents, functions_of
 
 _OF_MODULE = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
 _VARIABLES = frozenset((*dis.hasfree, *dis.haslocal))
@@ -36,7 +36,7 @@ class BodyVariables:
     def __init__(self, body: Callable[..., Any]) -> None:
         self._cells: list[CellType] = []
         self._names: list[tuple[dict[str, Any], str]] = []
-        for function, _ in functions_of(body):
+        for function in _functions_of(body):
             reads, names = _reads_of(function.__code__), function.__globals__
             self._cells += (cell for name, cell in cells(function) if name in reads.around)
             self._names += ((names, name) for name in reads.of_module if name in names)
@@ -90,6 +90,12 @@ def parts_of(body: Callable[..., Any]) -> list[Any]:
         found.append((body.args, body.keywords))
         body = body.func
     return found
+
+
+def _functions_of(body: Callable[..., Any]) -> list[Any]:
+    """Whoever's text it is: a user's trainer may be an installed package. An object's, if its class is a user's."""
+    function, _ = bare(body, UNKNOWN)
+    return [function] if type(function) is FunctionType else [each.function for each in functions_of(body)]
 
 
 @functools.lru_cache(maxsize=256)

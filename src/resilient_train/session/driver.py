@@ -1328,8 +1328,8 @@ class Driver:
         self._event("session_end", {**detail, "commits": self._rank.commits, "redone": self._redone})
         if self._link.incarnation and not self._entered:
             say_aside(
-                f"rank {self._link.rank} was lost in the last update, and this process has run no step: what the loop "
-                "binds (`step`, `loss`) has no value behind it (docs/how-to/loops.md, Behind the loop)"
+                f"rank {self._link.rank}: all steps were made when this process took its place, and it has run none: "
+                "what the loop binds (`step`, `loss`) has no value behind it (docs/how-to/loops.md, Behind the loop)"
             )
 
     def _release(self, *, for_another: bool = False) -> None:

@@ -367,7 +367,7 @@ def _whole(number: float) -> int:
     """One that other processes can be told: NumPy has numbers of its own, and ``len(data) / batch`` is a float."""
     try:
         return ENDLESS if number == math.inf else math.ceil(number)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UsageError(f"session.steps(): {number!r} is no number of steps") from None
 
 

@@ -150,12 +150,12 @@ def functions_of(value: Any, owner: Any = UNKNOWN) -> list[CalledFunction]:
     """Those of the user's text that run when ``value`` is called; of a module its ``forward``."""
     if type(owner) is ModuleType or any(each is value for each in attributes_of(owner).values()):
         owner = UNKNOWN  # not its method
-    value, owner = _bare(value, owner)
+    value, owner = bare(value, owner)
     if type(value) is FunctionType:
         return [CalledFunction(value, owner)] if script_place.is_users(value.__code__.co_filename) else []
     if value is UNKNOWN or is_class(value):
         return []
-    inner = (_bare(held(value, name), value)[0] for name in ("__call__", "forward"))
+    inner = (bare(held(value, name), value)[0] for name in ("__call__", "forward"))
     return [
         CalledFunction(found, value)
         for found in inner
@@ -163,7 +163,7 @@ def functions_of(value: Any, owner: Any = UNKNOWN) -> list[CalledFunction]:
     ]
 
 
-def _bare(value: Any, owner: Any) -> tuple[Any, Any]:
+def bare(value: Any, owner: Any) -> tuple[Any, Any]:
     """Without what has been wrapped around a function."""
     for _ in range(_WRAPPED_MAX):
         kind = type(value)

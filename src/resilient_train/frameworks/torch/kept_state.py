@@ -33,6 +33,7 @@ from resilient_train.frameworks.roles import Objects, StateMark, WrittenEarly
 from resilient_train.frameworks.torch import module_values
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.leaves import is_plainly_dense, is_sharded, local, memory_of, state_of, version_of
+from resilient_train.frameworks.torch.left_on import HungOnSince
 from resilient_train.frameworks.torch.module_entries import ModuleEntries, same_objects
 from resilient_train.frameworks.torch.module_switches import Held, ModuleSwitches, Switched
 from resilient_train.frameworks.torch.module_values import ModuleValues, ValuesOf
@@ -44,7 +45,7 @@ from resilient_train.frameworks.torch.watched_state import (
     size_of,
     tensors_in,
 )
-from resilient_train.protocol.messages import EXCHANGED, KEPT_BACK
+from resilient_train.protocol.messages import EXCHANGED, HOOKS, KEPT_BACK
 
 LIVES_ON = "resilient_lives_on"
 """An attribute of state that a process which lives on brings up to date by itself: it is not put back there."""
@@ -106,6 +107,7 @@ class KeptState:
         self._modules: list[tuple[Key, torch.nn.Module]] = []
         self._switches = ModuleSwitches(())
         self._values = ModuleValues()
+        self._hung_on = HungOnSince(objects.models, objects.optimizers)
         self._modes = _Modes([], [], [], [], module_values.HeldValues([], []))
         self._parameters: ModuleEntries[torch.nn.Parameter] = ModuleEntries(())
         self._there: list[torch.Tensor | None] = []
@@ -333,10 +335,12 @@ class KeptState:
         are in another's place: the name, and what it is now. Not of what keeps itself up to date.
         """
         states = [(f"state[{state.name!r}]", digest_of_state(state_of(state.thing))) for state in self.states]
+        values: list[tuple[str, Any]]
         values = [(_attribute(key, name), value) for key, name, value in self._values.changed()]
-        others = [(_told(key) + EXCHANGED, what) for key, what in self._values.exchanged()]
-        others += [(_attribute(key, name) + KEPT_BACK, repr(value)) for key, name, value in self._values.kept_back()]
-        return states + [(name, xxhash.xxh3_128_hexdigest(repr(value).encode())) for name, value in values + others]
+        values += [(_attribute(key, name) + KEPT_BACK, value) for key, name, value in self._values.kept_back()]
+        values += [(_told(key) + EXCHANGED, what) for key, what in self._values.exchanged()]
+        values += [(HOOKS, hooks)] if (hooks := self._hung_on.names()) else []
+        return states + [(name, xxhash.xxh3_128_hexdigest(repr(value).encode())) for name, value in values]
 
     @property
     def lost(self) -> str:

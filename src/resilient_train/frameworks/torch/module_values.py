@@ -118,8 +118,11 @@ class ModuleValues:
 
     def _changed(self, key: Key, now: dict[str, Any]) -> dict[str, Any] | None:
         """What is not as it was built. None: another process can't be told."""
-        changed = {name: now[name] for name in _unlike(now, self._built[key].parts.plain) if name in now}
+        changed = self._otherwise(key, now)
         return changed if all(map(_can_be_sent, changed.values())) else None
+
+    def _otherwise(self, key: Key, now: dict[str, Any]) -> dict[str, Any]:
+        return {name: now[name] for name in _unlike(now, self._built[key].parts.plain) if name in now}
 
     def changed(self) -> list[tuple[Key, str, Plain]]:
         """The same, one by one, but for modules that publish what is their rank's own."""
@@ -129,15 +132,14 @@ class ModuleValues:
 
     def kept_back(self) -> list[tuple[Key, str, Any]]:
         """What is not as it was built in modules of which another process takes nothing over, one by one."""
-        found = []
+        found: list[tuple[Key, str, Any]] = []
         for key, module in self._modules:
-            built, parts = self._built.get(key), _parted(module)
+            built = self._built.get(key)
             if built is None or built.module is not module or publishes(module):
                 continue
-            names = _unlike(parts.plain, built.parts.plain)
-            changed = {name: parts.plain[name] for name in names if name in parts.plain}
-            if built.parts.others != parts.others or not all(map(_can_be_sent, changed.values())):
-                found += [(key, name, value) for name, value in changed.items()]
+            parts = _parted(module)
+            if built.parts.others != parts.others or self._changed(key, parts.plain) is None:
+                found += ((key, name, value) for name, value in self._otherwise(key, parts.plain).items())
         return found
 
     def exchanged(self) -> list[tuple[Key, str]]:

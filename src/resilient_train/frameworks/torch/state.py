@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from resilient_train import _native, config
 from resilient_train.errors import ConfigError, LayoutError, StateError, TransferError
@@ -36,7 +35,6 @@ from resilient_train.frameworks.torch.leaves import (
     span_of,
     state_of,
 )
-from resilient_train.frameworks.torch.left_on import HungOnSince
 from resilient_train.frameworks.torch.nan import nan_in
 from resilient_train.frameworks.torch.optimizer_entries import entries_of, put_entries
 from resilient_train.frameworks.torch.optimizer_groups import described, found, groups_of, places, regroup
@@ -46,7 +44,6 @@ from resilient_train.frameworks.torch.snapshot_images import Called, Images
 from resilient_train.frameworks.torch.staging import Staging, on_host
 from resilient_train.frameworks.torch.watched_state import digest_of_state
 from resilient_train.frameworks.torch.zero import ZeroParts
-from resilient_train.protocol.messages import HOOKS
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.nan import NanFound
 from resilient_train.state.transfer import Span, view
@@ -124,7 +121,6 @@ class TorchState:
         self._copier = _native.Copier()
         self._fingerprint: TorchFingerprint | None = None
         self._built = layout_check.layout_of(objects.models)
-        self._hung_on = HungOnSince(objects.models, objects.optimizers)
         self._kept: list[list[_Settings]] = [[] for _ in objects.optimizers]
         for name, thing in objects.extra.items():
             if not callable(getattr(thing, "load_state_dict", None)) and not callable(
@@ -332,10 +328,7 @@ class TorchState:
         if not extra:
             return rows_of(self.tree(core=True))
         stepped = [(f"scheduler[{number}]", each) for number, each in enumerate(self._objects.schedulers)]
-        found = self.kept.digests() + [(name, digest_of_state(state_of(each))) for name, each in stepped]
-        if hooks := self._hung_on.names():
-            found.append((HOOKS, xxhash.xxh3_128_hexdigest(repr(hooks).encode())))
-        return found
+        return self.kept.digests() + [(name, digest_of_state(state_of(each))) for name, each in stepped]
 
     def tensors(self) -> dict[Path, torch.Tensor]:
         """All tensors of the state by path."""

@@ -82,12 +82,12 @@ def _of_repeated(kind: str, detail: dict[str, Any]) -> Iterator[str]:
             f"all have trained up to update {detail['commits']} once more, and hold what the replicas of rank {named} "
             f"had held: rank {named} had held something else"
         )
-    elif kind == "verified" and detail.get("first_alone"):
+    elif kind == "verified" and detail.get("everywhere"):
         yield (
             f"step {detail['step']} came to other bits on every rank when it was computed again, and the third time to "
-            "those: as a rule a body changes something for good that is not registered (a flag, a hook that it hangs "
-            "on once), and from here the bits are not those of a run without RESILIENT_VERIFY_EVERY. `resilient-train "
-            "drill` tells (docs/how-to/silent-errors.md)"
+            "those of one of the two: as a rule a body changes something for good that is not registered (a flag, a "
+            "hook that it hangs on once), and from here the bits may not be those of a run without "
+            "RESILIENT_VERIFY_EVERY. `resilient-train drill` tells (docs/how-to/silent-errors.md)"
         )
     elif kind == "unshared":
         yield (

@@ -1,11 +1,39 @@
-"""What an agent wants of its event loop: signals, and work in the background that does not fail unseen."""
+"""What an agent wants of its event loop: signals to the very end, work in the background that does not fail unseen."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVarTuple
+
+_Ts = TypeVarTuple("_Ts")
+
+
+class AgentLoop(asyncio.SelectorEventLoop):
+    """A loop whose signals are ignored once it is closed.
+
+    asyncio gives them their defaults back: a second SIGTERM would end the launcher, with a code of its own, while it
+    tells how the job has ended.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handled: set[int] = set()
+
+    def add_signal_handler(self, sig: int, callback: Callable[[*_Ts], object], *args: *_Ts) -> None:
+        self._handled.add(sig)
+        super().add_signal_handler(sig, callback, *args)
+
+    def remove_signal_handler(self, sig: int) -> bool:
+        signal.signal(sig, signal.SIG_IGN)
+        return True
+
+    def close(self) -> None:
+        for number in self._handled:
+            self.remove_signal_handler(number)
+        signal.set_wakeup_fd(-1)  # before the loop closes the other end
+        super().close()
 
 
 def add_signal_handlers(names: Sequence[str], handle: Callable[[int], None]) -> None:

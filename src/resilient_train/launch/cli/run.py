@@ -25,6 +25,7 @@ from resilient_train.faults import nearest, parse_plan
 from resilient_train.frameworks.supported import torch_problem, version_line
 from resilient_train.launch.agent.console import Console
 from resilient_train.launch.agent.console_text import line
+from resilient_train.launch.agent.event_loop import AgentLoop
 from resilient_train.launch.agent.run_dir_claim import Claim
 from resilient_train.launch.cli import device_count, msrun
 from resilient_train.launch.cli.findings import Grade
@@ -216,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
     _open_streams()
     argv = sys.argv[1:] if argv is None else argv
     if msrun.is_for_mindspore(argv):
-        sys.exit(_run_mindspore(argv))
+        _leave(_run_mindspore(argv))
     _register.wrap_for_forks()
     guessed = config.set_threads(_ranks_wanted(argv))
     environ = config.environ_copy()
@@ -415,7 +416,8 @@ def run_job(job: JobSpec, argv: list[str], agent: Callable[[JsonLines], _Runs]) 
         return await agent(sink).run()
 
     try:
-        code = asyncio.run(serve())
+        with asyncio.Runner(loop_factory=AgentLoop) as runner:
+            code = runner.run(serve())
     except ConfigError as error:
         console.say(f"resilient-run: {error}")
         return EXIT_WRONG_INPUT

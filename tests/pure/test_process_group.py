@@ -4,6 +4,7 @@ import ipaddress
 import os
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from resilient_train.errors import ProtocolError, UsageError
 from resilient_train.frameworks.torch import process_group as group_module
+from resilient_train.frameworks.torch.gloo_at_rest import gloos_threads
 from resilient_train.frameworks.torch.groups import _strange_backend
 from resilient_train.frameworks.torch.process_group import BuiltGroup, ResilientGroup
 from resilient_train.frameworks.torch.transports import gloo
@@ -157,3 +159,37 @@ def test_groups_that_need_not_be_rebuilt() -> None:
         assert _strange_backend() == "ucc"
     finally:
         dist.destroy_process_group()
+
+
+def gloo_of_one(name: str) -> ResilientGroup:
+    group = ResilientGroup(dist.HashStore(), 0, 1, name, [0], timedelta(seconds=9))
+    inner: Any = gloo.stock_group(dist.HashStore(), 0, 1, timedelta(seconds=9))
+    group.adopt(BuiltGroup(inner, []))
+    return group
+
+
+def test_no_thread_of_gloos_is_left_when_the_interpreter_goes_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that wants the GIL then ends the process by SIGABRT. A fork has none of them: it would wait for ever."""
+    before = gloos_threads().items()
+    monkeypatch.setattr(group_module, "groups", {name: gloo_of_one(name) for name in ("first", "second")})
+    assert gloos_threads().items() > before
+    pid = os.fork()
+    if pid == 0:
+        group_module.end_all()
+        os._exit(0 if all(each.inner is not None for each in group_module.groups.values()) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    group_module.end_all()
+    assert gloos_threads().items() <= before
+    with pytest.raises(UsageError, match="'first' can't be used: the process ends"):
+        group_module.groups["first"].run_inner("allreduce", ([torch.ones(1)],))
+
+
+def test_where_no_thread_can_be_started_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    before = gloos_threads().items()
+    monkeypatch.setattr(group_module, "groups", {"only": gloo_of_one("only")})
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    group_module.end_all()
+    assert gloos_threads().items() <= before

@@ -8,6 +8,7 @@ its DDP wrapper without waiting for the others. In a standby that builds them ah
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
@@ -55,6 +56,8 @@ class Watcher(Protocol):
         ...
 
 
+_END_S = 5.0
+"""A thread of gloo's that gets no processor for so long, or is held up by a collective that others never joined."""
 _CPU = torch.device("cpu")
 groups: dict[str, ResilientGroup] = {}
 """All groups of this process by name, in the order of their creation."""
@@ -145,6 +148,8 @@ class ResilientGroup(dist.ProcessGroup):
         self.spans_job = not groups or len(self.global_ranks) == next(iter(groups.values())).size()
         """The first group of a process is that of all ranks."""
         self.inner: dist.ProcessGroup | None = None
+        self._built_in = 0
+        """The process whose threads serve it: a fork has none of them."""
         self.sockets: list[tuple[int, int]] = []
         self.solo = True
         self._nobody = standby_stage.stage is not None
@@ -178,6 +183,7 @@ class ResilientGroup(dist.ProcessGroup):
     def adopt(self, built: BuiltGroup) -> None:
         """Puts a built group in. A peer may have died since it was built: then its first collective says so."""
         self.inner, self.sockets = built
+        self._built_in = os.getpid()
         self.solo, self._closed_why = False, ""
         self._hangups.close()
         self._hangups = select.epoll()
@@ -206,6 +212,13 @@ class ResilientGroup(dist.ProcessGroup):
         held = [self.inner] if self.inner is not None else []
         self.inner, self.sockets, self._closed_why = None, [], why
         drop(held)
+
+    def end(self) -> None:
+        """The process ends, and the user has not destroyed the group. One on devices stays: what is under way there
+        would be cut.
+        """
+        if self._built_in == os.getpid() and self.device == _CPU:
+            self.close_inner("the process ends")
 
     def broken(self) -> bool:
         """Whether a peer has closed, or lost, its end of one of the connections."""
@@ -498,8 +511,12 @@ def drop_by(work: Callable[[], None]) -> None:
     """Has ``work`` free what a group holds, on another thread."""
     dropper = threading.Thread(target=work, name="rt-drop-group", daemon=True)
     _droppers[:] = [thread for thread in _droppers if thread.is_alive()]
-    _droppers.append(dropper)
-    dropper.start()
+    try:
+        dropper.start()
+    except RuntimeError:  # Python 3.12 starts no thread any more as the interpreter ends
+        work()
+    else:
+        _droppers.append(dropper)
 
 
 def wait_for_droppers(timeout_s: float) -> None:
@@ -510,3 +527,15 @@ def wait_for_droppers(timeout_s: float) -> None:
     for thread in tuple(_droppers):
         thread.join(max(0.0, deadline_s - time.monotonic()))
     _droppers.clear()
+
+
+def end_all() -> None:
+    """Ends gloo's threads while they can still have the GIL. One may come to let go of a finished collective's Python
+    objects as late as the interpreter goes down: then it would end the process by SIGABRT, and a job that has done all.
+    """
+    for group in groups.values():
+        group.end()
+    wait_for_droppers(_END_S)
+
+
+atexit.register(end_all)  # with the import: so it comes behind whatever the script has registered

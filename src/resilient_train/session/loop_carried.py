@@ -97,7 +97,8 @@ class LoopCarried(NamedTuple):
         return (
             f"the code at {self.place} keeps {some} from step to step, and the Session does not know of it: a process "
             "that takes a rank's place begins anew there, and a step that runs again changes it twice. If the training "
-            "depends on it, register it (docs/how-to/load-data.md, What is found of what flows)"
+            "depends on it, register it (docs/how-to/load-data.md, What is found of what flows). There may be more: "
+            "`resilient-train drill` finds what differs"
         )
 
 

@@ -108,10 +108,11 @@ def test_a_hook_that_is_hung_on_once_in_a_step_that_is_computed_twice_is_told(tm
     assert [event["detail"] for event in run.of("hooks_lost")] == [{"names": ["<lambda>"]}] * 2, run.explain()
 
 
-def test_a_process_that_begins_in_another_of_the_scripts_loops_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loops", ["epochs", "phases"])
+def test_a_process_that_begins_in_another_of_the_scripts_loops_says_so(tmp_path: Path, loops: str) -> None:
     """It is through with its own when the others are: the job ends well all the same."""
     plan = ("--faults", "kill rank=1 step=6; kill rank=1 step=10 incarnation=1")
-    run = launch(tmp_path / "run", "mistaken.py", "epochs", "12", ranks=2, flags=plan)
+    run = launch(tmp_path / "run", "mistaken.py", loops, "12", ranks=2, flags=plan)
     assert run.code == 0, run.explain()
     told = [event["detail"] for event in run.of("other_loop")]
     assert told == [{"next": 6, "loops": 2, "missed": 1}, {"next": 10, "loops": 3, "missed": 2}], run.explain()

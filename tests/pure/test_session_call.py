@@ -4,6 +4,7 @@ import io
 import random
 from collections.abc import Collection, Sequence
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ class PlayedDriver:
     def head_ends(self) -> None:
         pass
 
-    def tell_carried(self, body: Any) -> None:
+    def tell_carried(self, call: Any, again: Any) -> None:
         pass
 
     def set_mode(self, mode: Mode) -> None:
@@ -357,6 +358,22 @@ def test_without_an_agent_bodies_are_called() -> None:
             session.call(print)
 
 
+class Kept:
+    """An object of the user's."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Slots:
+    """Without a dict."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
 def test_a_look_tells_one_batch_from_another() -> None:
     batch = torch.arange(1000.0)
     assert look(((batch,), {})) == look(((batch.clone(),), {}))
@@ -367,6 +384,12 @@ def test_a_look_tells_one_batch_from_another() -> None:
     assert look((torch.zeros(0), torch.tensor(1.0), torch.randn(3).bfloat16(), torch.ones(2, 3).t())) != b""
     assert look({"n": 3, "of": ["words", None]}) != look({"n": 4, "of": ["words", None]})
     assert look({"n": 3, "of": ["words", None]}, plain=False) == look(object()) == look([]) == b""
+    for kind in (Kept, Slots, lambda x: SimpleNamespace(x=x), lambda x: SimpleNamespace(inner=[Kept(x)])):
+        assert look(kind(batch)) == look(kind(batch.clone())) != look(kind(batch + 1)), kind
+    assert look(Kept(Kept(batch))) == look(Kept(torch.nn.Linear(2, 2))) == b"", "what it knows need not be data"
+    ring = SimpleNamespace(x=batch)
+    ring.itself = ring
+    assert look(ring) == look(SimpleNamespace(x=batch))
     for generator in (torch.Generator(), np.random.default_rng(0), random.Random(0)):
         before = look(generator), look([], [generator])
         assert before[0] != b"" != before[1]

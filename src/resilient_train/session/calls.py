@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from resilient_train.errors import UsageError
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.session.driver import Driver
+from resilient_train.session.given_again import GivenAgain
 from resilient_train.session.kept_calls import BodyCall, KeptCall
 from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step
@@ -50,6 +51,7 @@ class Calls:
         """The step whose body an exception has left before its update."""
         self._held = False
         """The loop's collectives don't reach the other ranks at present."""
+        self._again = GivenAgain()
         driver.calling = True
 
     def position(self) -> Position:
@@ -74,10 +76,13 @@ class Calls:
         if not self._window:
             self._driver.announces(kept.look(plain=False))
         self._window.append(kept)
+        self._again.begin(call)
         try:
             with self._random:
                 result = self._make_all()
-            self._driver.tell_carried(call.body)
+            self._again.end(call, result)
+            if self._again.known:
+                self._driver.tell_carried(call, self._again)
             if self._driver.window_open:
                 self._set_mode(Mode.BETWEEN)
             return result

@@ -55,12 +55,13 @@ from resilient_train.session.explain import Explainer, asks_for_redo
 from resilient_train.session.fail_stop import fail_stop, lost_worker
 from resilient_train.session.from_replica import FromReplica, LoopsBegin
 from resilient_train.session.from_saved import beside
+from resilient_train.session.given_again import GivenAgain
 from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
-from resilient_train.session.kept_calls import KeptCall
+from resilient_train.session.kept_calls import BodyCall, KeptCall
 from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import Cursor
-from resilient_train.session.loop_carried import body_carried, given_by, leaves_out, loop_carried
+from resilient_train.session.loop_carried import LoopCarried, body_carried, given_by, leaves_out, loop_carried
 from resilient_train.session.loop_head import LoopHead
 from resilient_train.session.nan_watch import NanWatch
 from resilient_train.session.neighbour_inputs import NeighbourInputs
@@ -70,7 +71,7 @@ from resilient_train.session.rank_trace import RankTrace
 from resilient_train.session.rebuild import build_groups
 from resilient_train.session.replica_comparison import Comparison
 from resilient_train.session.saving import Saving
-from resilient_train.session.step import Step
+from resilient_train.session.step import Step, Steps
 from resilient_train.session.stop_delivery import StopDelivery
 
 LOOP_IS_OVER = "this Session's loop is over: one loop for a Session (step.epoch tells passes over the data)"
@@ -228,12 +229,18 @@ class Driver:
 
     def steps(self, total: int, start: int) -> Iterator[Step]:
         """See ``Session.steps``."""
+        return Steps(self._steps(total, start), self._next_loop)
+
+    def _next_loop(self) -> None:
+        self._publication.loops += 1
+
+    def _steps(self, total: int, start: int) -> Iterator[Step]:
         if self._told_end:
             if self._publication.missed_loops:  # the other ranks have had one more, and are through
                 self._publication.missed_loops -= 1
                 return
             raise UsageError(LOOP_IS_OVER)
-        self._publication.loops += 1
+        self._next_loop()
         step = self.next_step(total, start)
         while step is not None:
             yield step
@@ -243,8 +250,8 @@ class Driver:
             step = self.next_step(total)
         self._ended()
 
-    def tell_carried(self, body: Callable[..., Any] | None = None) -> None:
-        """Called behind each step, by the loop itself or for that ``body``. Behind the first recovery: their variables
+    def tell_carried(self, call: BodyCall | None = None, again: GivenAgain | None = None) -> None:
+        """Called behind each step, by the loop itself or for that ``call``. Behind the first recovery: their variables
         that go from step to step, of which nobody knows what they are for.
         """
         if self._told_carried or not self._recovered:
@@ -263,10 +270,16 @@ class Driver:
                 each for each in (*ours, *whole, *(part for one in whole for part in given_by(one))) if each is not None
             ]
             of_models = (*objects.models, *loose), self._engine.window.settled()
-            found = body_carried(body, known, *of_models) if body else loop_carried(frame, known, *of_models)
+            if call is None or again is None:
+                found = loop_carried(frame, known, *of_models)
+            else:
+                found = body_carried(call.body, known, *of_models, given=again.lasting(call))
         except Exception as error:  # a text that it does not understand is no reason to end a job that goes on
             self._event("loop_unread", {"error": f"{type(error).__name__}: {error}"})
             return
+        if again is not None and again.results:
+            place = found.place if found else script_place.place()
+            found = LoopCarried((*(found.names if found else ()), "what session.call returns"), place)
         if found:
             self._event("loop_carried", {"names": list(found.names), "place": found.place})
             self._tell(found.told())
@@ -284,7 +297,8 @@ class Driver:
             say_aside(
                 f"rank {self._link.rank}: step {self._rank.number} gets other data than in the process whose place "
                 "this one takes: the bits will not be those of the undisturbed run; the loop must find its place in "
-                "the data by session.position alone (docs/how-to/trainers.md)"
+                "the data by session.position alone, and register what it hands from call to call "
+                "(docs/how-to/trainers.md)"
             )
 
     def gets_other_arguments(self) -> None:

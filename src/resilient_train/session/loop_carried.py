@@ -58,9 +58,9 @@ _OF_ARRAYS = ("add_", "__array_interface__")
 _LOOKED_AT = 2000
 """Objects in a container: 10 us each."""
 _CHANGES = ("append", "appendleft", "extend", "extendleft", "insert", "add", "update", "remove", "discard", "clear",
-            "rotate", "reverse", "sort")  # fmt: skip
+            "rotate", "reverse", "sort", "put", "itemset", "partition")  # fmt: skip
 _CONTAINERS = (list, dict, set, deque)
-_ANEW = ("clear", "zero_", "fill_", "copy_")
+_ANEW = ("clear", "zero_", "fill_", "copy_", "fill")
 """What was in it before is gone."""
 _VIEWS = ("data", "T", "mT", "H", "real", "imag", "detach", "view", "view_as", "flatten", "squeeze", "unsqueeze", "t",
           "transpose", "permute", "narrow", "select")  # fmt: skip
@@ -68,7 +68,8 @@ _VIEWS = ("data", "T", "mT", "H", "real", "imag", "detach", "view", "view_as", "
 _ITERABLES = ("list", "tuple", "reversed", "sorted")
 _FOR_EACH = ("_foreach_", "_")
 """Functions of torch's that change the tensors of a list begin and end so."""
-_IN_PLACE = ("shuffle", "at", "heapify", "heappush", "heappop", "heappushpop", "heapreplace")
+_IN_PLACE = ("shuffle", "at", "heapify", "heappush", "heappop", "heappushpop", "heapreplace", "insort", "insort_left",
+             "insort_right")  # fmt: skip
 """Functions of others that change what they are given first."""
 _SETS = ("setattr", "object.__setattr__")
 _TAKES = ("pop", "popleft", "popitem", "setdefault")
@@ -118,10 +119,15 @@ def loop_carried(
 
 
 def body_carried(
-    body: Callable[..., Any], known: Iterable[object], models: Iterable[object] = (), settled: Settled = ()
+    body: Callable[..., Any],
+    known: Iterable[object],
+    models: Iterable[object] = (),
+    settled: Settled = (),
+    *,
+    given: Mapping[str, Any] | None = None,
 ) -> LoopCarried | None:
     """The same, of a function that is called for each step; what stands around it runs once. Of a library's trainer it
-    is not the user's: then of what the models have for it.
+    is not the user's: then of what the models have for it. ``given``: what its parameters stand for in each call.
     """
     found = functions_of(body)
     for part in (part for model in models for part in all_parts(model)) if not found else ():
@@ -129,7 +135,7 @@ def body_carried(
     if not found:
         return None
     code = found[0].function.__code__
-    flow = _Flow(_Scope(code, found[0].function.__globals__, {}), _Registered(known, models, settled), Texts())
+    flow = _Flow(_Scope(code, found[0].function.__globals__, {}), _Registered(known, models, settled), Texts(), given)
     return _told_of(flow, lambda: flow.follow(found), f"{code.co_filename}:{code.co_firstlineno}")
 
 
@@ -333,8 +339,12 @@ def _parts(name: str) -> list[str]:
 class _Flow:
     """One pass over the loop's body, from its begin to its end, and over that of what it calls."""
 
-    def __init__(self, scope: _Scope, registered: _Registered, texts: Texts) -> None:
+    def __init__(
+        self, scope: _Scope, registered: _Registered, texts: Texts, handed: Mapping[str, Any] | None = None
+    ) -> None:
         self._scope, self._registered, self._texts = scope, registered, texts
+        self._handed = handed or {}
+        """To the outermost function."""
         self._first: dict[Key, str] = {}
         """In order, what is read where this pass may not have written it; as it is called there."""
         self._written = set[Key]()
@@ -451,7 +461,7 @@ class _Flow:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._begins_anew(node.func):
             for child in (*node.args, *node.keywords):
                 self._read(child)
-            self._sure.add(self._scope.key(self._written_by(node.func.value)))
+            self._wrote(self._written_by(node.func.value))
             return
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._fills(node.func):
             named = self._written_by(node.func.value)
@@ -702,7 +712,7 @@ class _Flow:
         if called.owner is not UNKNOWN and names:
             given[names.pop(0)] = called.owner
         if node is None:
-            return given
+            return given if self._running else {**given, **self._handed}
         handed = [*zip(names, node.args, strict=False), *((each.arg, each.value) for each in node.keywords)]
         for parameter, argument in handed:
             name = _name_of(argument)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
@@ -55,3 +56,21 @@ class Step:
 
     def __repr__(self) -> str:
         return f"Step({self.number}, attempt={self.attempt})"
+
+
+class Steps(Iterator[Step]):
+    """What ``session.steps()`` gives. A second ``for`` over it is another loop of the script's: ``next_loop``."""
+
+    def __init__(self, steps: Iterator[Step], next_loop: Callable[[], None]) -> None:
+        self._steps, self._next_loop = steps, next_loop
+        self._drawn = False
+
+    def __iter__(self) -> Self:
+        if self._drawn:
+            self._next_loop()
+        self._drawn = False
+        return self
+
+    def __next__(self) -> Step:
+        self._drawn = True
+        return next(self._steps)

@@ -6,8 +6,9 @@ rank 1 changes a parameter by itself, after the update. ``early``: a loss is giv
 ``ahead``: the next step's batch is drawn into a local variable. ``iterator``: of a loader that the Session does not
 know. ``unsteady``: random numbers that no seed decides. ``own-mean``: a mean of this rank's own losses, where only what
 is alike belongs. ``carries``: a message that is sent in one step and received in the next. ``epochs``: the loop is left
-and entered again each four steps, and what it is in counts. ``other-module``: in step ``--at`` another activation is
-put in the first one's place, and a gradient gets a hook. ``hook-once``: from step ``--at`` on a layer has one.
+and entered again each four steps, and what it is in counts; ``phases``: likewise, over one iterator.
+``other-module``: in step ``--at`` another activation is put in the first one's place, and a gradient gets a hook.
+``hook-once``: from step ``--at`` on a layer has one.
 """
 
 import argparse
@@ -78,11 +79,12 @@ epoch, handle = 0, None
 
 def steps(session: rt.Session) -> Iterator[rt.Step]:
     global epoch
-    if mode != "epochs":
+    if mode not in ("epochs", "phases"):
         yield from session.steps(asked.steps)
         return
+    every = session.steps(asked.steps) if mode == "phases" else None
     for epoch in range(asked.steps // 4):  # noqa: B007 - the body goes by it
-        for step in session.steps(asked.steps):
+        for step in every or session.steps(asked.steps):
             yield step
             if step.done and step.number % 4 == 3 and step.number < asked.steps - 1:
                 break

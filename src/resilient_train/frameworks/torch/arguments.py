@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import xxhash
 
+from resilient_train.frameworks.torch.batch_copy import NO_DATA, is_data, slots_of
 from resilient_train.frameworks.torch.leaves import PLAIN
 
 _ELEMENTS = 64
@@ -24,19 +25,21 @@ _ARRAYS = {
 
 
 def look(tree: Any, variables: Iterable[Any] = (), *, plain: bool = True) -> bytes:
-    """A digest of a few elements of each tensor and array in nested mappings, lists and tuples, of generators of
-    random numbers, and (``plain``) of numbers and texts; empty without any.
+    """A digest of a few elements of each tensor and array in nested mappings, lists, tuples and objects of the user's,
+    of generators of random numbers, and (``plain``) of numbers and texts; empty without any. What has a
+    ``state_dict()`` is no data.
 
     Of tensors in a device's memory, and of those that are no plain ones, shape and type alone: a look into a device's
     memory would wait for the device. Of ``variables``, which may be anything, only tensors, arrays and generators
     are looked at.
     """
     data = (each for each in variables if isinstance(each, _DATA))
-    seen = b"".join(part for each in (tree, *data) for part in _seen(each, plain=plain))
+    seen = b"".join(part for each in (tree, *data) for part in _seen(each, plain=plain, within=()))
     return xxhash.xxh3_64_digest(seen) if seen else b""
 
 
-def _seen(tree: Any, *, plain: bool) -> Iterator[bytes]:
+def _seen(tree: Any, *, plain: bool, within: tuple[object, ...]) -> Iterator[bytes]:
+    """``within``: the objects that it was found in."""
     if isinstance(tree, torch.Tensor):
         if tree.is_nested:
             return
@@ -49,13 +52,13 @@ def _seen(tree: Any, *, plain: bool) -> Iterator[bytes]:
             yield tree.reshape(-1)[:: max(1, tree.size // _ELEMENTS)].tobytes()
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from _seen(value, plain=plain)
+            yield from _seen(value, plain=plain, within=within)
     elif isinstance(tree, (list, tuple)):
         if tree and type(tree[0]) in _NUMBERS:
             yield repr(tree[:_ELEMENTS]).encode(errors="surrogatepass") if plain else b""
             return
         for value in tree:
-            yield from _seen(value, plain=plain)
+            yield from _seen(value, plain=plain, within=within)
     elif plain and type(tree) in _NUMBERS:
         yield repr(tree).encode(errors="surrogatepass")
     elif isinstance(tree, torch.Generator) and tree.device.type == "cpu":
@@ -64,6 +67,13 @@ def _seen(tree: Any, *, plain: bool) -> Iterator[bytes]:
         yield repr(tree.bit_generator.state).encode()
     elif isinstance(tree, random.Random):
         yield repr(tree.getstate()).encode()
+    elif not isinstance(tree, NO_DATA) and not hasattr(tree, "state_dict"):
+        inner = getattr(tree, "__dict__", None)
+        values = [*slots_of(tree).values(), *(inner.values() if isinstance(inner, dict) else ())]
+        # One of the user's is looked into once: what it knows in its turn need not be data (its loader).
+        if values and all(is_data(each) and each is not tree for each in within):
+            for value in values:
+                yield from _seen(value, plain=plain, within=(*within, tree))
 
 
 def _elements(tensor: torch.Tensor) -> bytes:

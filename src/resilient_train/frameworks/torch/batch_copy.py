@@ -23,7 +23,7 @@ from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.leaves import PLAIN
 from resilient_train.frameworks.torch.watched_state import array_digest, mark_of
 
-_NO_DATA = (type, types.ModuleType, types.FunctionType, torch.nn.Module, Dataset, DataLoader)
+NO_DATA = (type, types.ModuleType, types.FunctionType, torch.nn.Module, Dataset, DataLoader)
 
 _ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _MADE_OF = {
@@ -119,9 +119,9 @@ class RememberedBatch:
                 f"step.batch is or has a {type(value).__qualname__}, which can be gone through once: a step that is "
                 "redone would find it used up; let the loader give a list"
             )
-        inner, slots = getattr(value, "__dict__", None), _slots_of(value)
-        data = dataclasses.is_dataclass(value) or isinstance(value, (UserDict, types.SimpleNamespace))
-        if isinstance(value, _NO_DATA) or not (data or deep) or not (isinstance(inner, dict) or slots):
+        inner, slots = getattr(value, "__dict__", None), slots_of(value)
+        data = is_data(value)
+        if isinstance(value, NO_DATA) or not (data or deep) or not (isinstance(inner, dict) or slots):
             return (list(value.values()), deep) if isinstance(value, Mapping) else ((), False)
         if slots:
             self._slots.append((value, slots))
@@ -180,7 +180,13 @@ def _can_be_put_back(tensor: torch.Tensor) -> bool:
     return not lazy and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_inference()
 
 
-def _slots_of(value: Any) -> dict[str, Any]:
+def is_data(value: Any) -> bool:
+    """Whether it is there to hold other things, and knows nothing else."""
+    return dataclasses.is_dataclass(value) or isinstance(value, (UserDict, types.SimpleNamespace))
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """What an object has in places of its class's."""
     names = [name for kind in type(value).__mro__ for name in _names_in(vars(kind).get("__slots__", ()))]
     return {name: getattr(value, name) for name in names if name[:2] != "__" and hasattr(value, name)}
 

@@ -563,6 +563,46 @@ def test_a_body_of_a_library() -> None:
     assert found.names == ("self.hidden in Lit.training_step", "self.temperature in Annealed.forward")
 
 
+class Scaled:
+    """Keeps how large what it was called with is, as a rule."""
+
+    scale = count = weight = 1.0
+
+    def __call__(self, value: float) -> float:
+        self.scale = 0.9 * self.scale + 0.1 * value
+        return value / self.scale
+
+    def update(self, value: float) -> None:
+        self.count += value
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("loss = sum(t(1.0) for t in terms)", "self.scale in Scaled.__call__"),
+        ("for t in terms: t.update(1.0)", "self.count in Scaled.update"),
+        ("for i, t in enumerate(terms): t.update(i)", "self.count in Scaled.update"),
+        ("for t, x in zip(terms, (1.0, 2.0)): t(x)", "self.scale in Scaled.__call__"),
+        ("for key, t in table.items(): t.weight *= 0.9", "t.weight"),
+        ("for t in table.values(): t.weight = t.weight + 1", "t.weight"),
+        ("table[key](1.0)", "self.scale in Scaled.__call__"),
+        ("for key in ('a',): table[key].update(1.0)", "self.count in Scaled.update"),
+        ("for t in reversed(terms): t.update(1.0)\n    t = None", "self.count in Scaled.update"),
+        ("for t in [Scaled(), Scaled()]: t(1.0)", ""),
+        ("terms = [Scaled()]\n    for t in terms: t.weight *= 0.9", ""),
+        ("for t in known.kept: t.update(1.0)", ""),
+        ("t = terms[0]\n    t.update(1.0)", "self.count in Scaled.update"),
+        ("t = Scaled()\n    t.update(1.0)", ""),
+    ],
+)
+def test_objects_in_lists_and_dicts(body: str, expected: str) -> None:
+    """Terms of a loss, callbacks, tasks: those that are there when the text is read."""
+    values = {**names(), "terms": [Scaled(), Scaled()], "table": {"a": Scaled()}, "key": "a", "Scaled": Scaled}
+    values["known"].kept[:] = [Scaled()]
+    found = carried(f"for step in session_steps():\n    {body}\n", values)
+    assert (found.names if found else ()) == ((expected,) if expected else ())
+
+
 def test_a_part_without_parts_may_have_hooks() -> None:
     def hook(*_: object) -> None:
         seen["n"] = seen["n"] + 1

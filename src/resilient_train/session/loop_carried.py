@@ -55,6 +55,8 @@ _OF_AUTOGRAD = ("forward", "setup_context", "backward")
 _TENSORS = ("_parameters", "_buffers")
 _OF_ARRAYS = ("add_", "__array_interface__")
 """What tensors of torch's, and arrays of NumPy's, have."""
+_ELEMENTS = 16
+"""Of a list of objects that are called or changed: their classes are few."""
 _LOOKED_AT = 2000
 """Objects in a container: 10 us each."""
 _CHANGES = ("append", "appendleft", "extend", "extendleft", "insert", "add", "update", "remove", "discard", "clear",
@@ -277,7 +279,7 @@ class _Scope:
     """Where names are looked up: in the loop's own function, or in one that it calls."""
 
     def __init__(self, code: CodeType, names: dict[str, Any], values: Mapping[str, Any]) -> None:
-        self.globals, self.values, self.where = names, values, ""
+        self.globals, self.values, self.where = names, dict(values), ""
         its_own = (*code.co_varnames, *code.co_cellvars, *code.co_freevars) if code.co_flags & CO_OPTIMIZED else ()
         self._holders = dict.fromkeys(its_own, id(self))
 
@@ -363,6 +365,8 @@ class _Flow:
         """What was sure at each ``return`` of the function that runs."""
         self._stands_for: dict[Key, Stored] = {}
         """Variables of this pass that are tensors of before, or in containers of before."""
+        self._bound = set[Key]()
+        """Variables of this pass that are other objects of before, which their scope has."""
 
     def carried(self) -> list[str]:
         """What this pass reads before it writes it, and what it changes; what grows and nobody reads is for people."""
@@ -399,7 +403,7 @@ class _Flow:
             case ast.For() | ast.AsyncFor():
                 self._read(node.iter)
                 self._assign([node.target], node.iter)
-                self._run(node.body)  # once at least: parts of a batch, as a rule
+                self._for_each(node.target, node.iter, lambda: self._run(node.body))
                 self._branches(node.orelse, [])
             case ast.While():
                 self._read(node.test)
@@ -498,9 +502,59 @@ class _Flow:
         for each in ast.walk(node):
             if isinstance(each, ast.comprehension):
                 self._stands_for.update(self._standing(each.target, each.iter))
+        first = next(each for each in ast.walk(node) if isinstance(each, ast.comprehension))
+        self._for_each(first.target, first.iter, lambda: self._read_parts(node))
+        self._sure = before
+
+    def _read_parts(self, node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
             self._read(child)
-        self._sure = before
+
+    def _for_each(self, target: ast.AST, iterable: ast.AST, run: Callable[[], object]) -> None:
+        """What a ``for`` does: once for each object of the user's that it is known to go through, else once."""
+        known = self._elements(target, iterable)
+        if not known:
+            run()  # once at least: parts of a batch, as a rule
+            return
+        for bound in known:
+            self._bind(bound)
+            run()
+        self._bound -= {self._scope.key(name) for name in known[0]}
+
+    def _bind(self, variables: Mapping[str, Any]) -> None:
+        self._scope.values.update(variables)
+        self._bound |= {self._scope.key(name) for name in variables}
+
+    def _elements(self, target: ast.AST, iterable: ast.AST) -> list[dict[str, Any]]:
+        """What the variables of ``target`` are in turn, where that is known, and no mere data."""
+        match target, iterable:
+            case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Name(id="enumerate"), args=[of, *_]):
+                return self._elements(part, of)
+            case ast.Tuple(elts=parts), ast.Call(func=ast.Name(id="zip"), args=each):
+                in_turn = [self._elements(*pair) for pair in zip(parts, each, strict=False)]
+                rows = zip(*filter(None, in_turn), strict=False)
+                return [{name: value for bound in row for name, value in bound.items()} for row in rows]
+            case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Attribute(value=of, attr="items")):
+                return [{part.id: value} for value in self._objects_in(of)] if isinstance(part, ast.Name) else []
+            case ast.Name(id=name), ast.Call(func=ast.Attribute(value=of, attr="values")):
+                return [{name: value} for value in self._objects_in(of)]
+            case ast.Name(), ast.Call(func=ast.Name(id=kind), args=[of, *_]) if kind in _ITERABLES:
+                return self._elements(target, of)
+            case ast.Name(id=name), _:
+                return [{name: value} for value in self._objects_in(iterable)]
+        return []
+
+    def _objects_in(self, node: ast.AST) -> list[Any]:
+        """What a list, a tuple or a dict of before has in it, if that is objects of the user's."""
+        name = _name_of(node)
+        path = self._scope.path(name) if name else []
+        if not path or len(path) < len(_parts(name)) or self._is_sure(name) or self._registered.has(path, name):
+            return []
+        if isinstance_past(path[-1], (dict,)):
+            values = [*islice(dict.values(path[-1]), _ELEMENTS)]
+        else:
+            values = [*islice(path[-1], _ELEMENTS)] if type(path[-1]) in (list, tuple) else []
+        return [each for each in values if each is not None and not _is_plain(each)]
 
     def _reads(self, name: str) -> None:
         """``a.b`` reads ``a`` as well."""
@@ -509,7 +563,7 @@ class _Flow:
         path = self._scope.path(name)
         self._used.update(map(id, path))
         for length, each in enumerate(_prefixes(name), 1):
-            if not self._registered.has(path[:length], each):
+            if not self._registered.has(path[:length], each) and self._scope.key(each) not in self._bound:
                 self._first.setdefault(self._scope.key(each), each + self._scope.where)
                 if length <= len(path) and moves_when_used(path[length - 1]):
                     self._changed.setdefault(self._scope.key(each), each + self._scope.where)
@@ -517,13 +571,18 @@ class _Flow:
             self.follow(functions_of(path[-1], path[-2]))
 
     def _is_sure(self, name: str) -> bool:
-        return any(self._scope.key(each) in self._sure for each in _prefixes(name))
+        keys = map(self._scope.key, _prefixes(name))
+        return any(key in self._sure and key not in self._bound for key in keys)
 
     def _assign(self, targets: Iterable[ast.AST], value: ast.AST) -> None:
         """And what they stand for then."""
         standing = {key: each for target in targets for key, each in self._standing(target, value).items()}
+        name = _name_of(value)
+        path = self._scope.path(name) if name and not self._is_sure(name) and self._scope.is_whole(name) else []
         self._write(*targets)
         self._stands_for.update(standing)
+        if path and not _is_plain(path[-1]):
+            self._bind({target.id: path[-1] for target in targets if isinstance(target, ast.Name)})
 
     def _standing(self, target: ast.AST, value: ast.AST) -> dict[Key, Stored]:
         """Variables that are what ``value`` is, or something in it, if that is an array, or holds some."""
@@ -604,6 +663,7 @@ class _Flow:
         key = self._scope.key(name)
         self._written.add(key)
         self._sure.add(key)
+        self._bound.discard(key)
         self._stands_for.pop(key, None)
 
     def _change(self, target: ast.AST) -> None:
@@ -639,6 +699,8 @@ class _Flow:
     def _fills(self, method: ast.Attribute) -> bool:
         """Whether a call of it changes something in place, and gives nothing of it."""
         name, verb = self._written_by(method.value), method.attr
+        if isinstance(method.value, ast.Subscript) and self._objects_in(method.value.value):
+            return False
         of_tensor = verb.endswith("_") and not verb.startswith("_")
         if not self._kept_in(name) or not (of_tensor or verb in _CHANGES or verb in _TAKES):
             return False
@@ -667,10 +729,21 @@ class _Flow:
             case ast.Call(func=ast.Attribute(value=held_by, attr=verb), args=[key, *_]) if verb in _READS_ENTRY:
                 if entry := _entry(held_by, key):
                     self._reads(entry)
-        if name and scope.is_whole(name):
+        known = bool(name) and scope.is_whole(name)
+        match node.func:
+            case ast.Subscript(value=of) if not known:
+                for each in self._objects_in(of):
+                    self.follow(functions_of(each), node)
+            case ast.Attribute(value=ast.Subscript(value=of), attr=verb) if not known:
+                for each in self._objects_in(of):
+                    self.follow(functions_of(held(each, verb), each), node)
+        if known:
             *around, value = scope.path(name)
             owner = around[-1] if around else UNKNOWN
-            self.follow(functions_of(value, owner), node)
+            called = functions_of(value, owner)
+            if self._is_sure(name):  # by now it is another object, of the same class
+                called = [CalledFunction(each.function) for each in called]
+            self.follow(called, node)
             if name.endswith(".apply") and is_class(owner):  # autograd's functions
                 self.follow(each for verb in _OF_AUTOGRAD for each in functions_of(held(owner, verb)))
             for part in all_parts(value):

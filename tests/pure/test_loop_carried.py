@@ -146,10 +146,11 @@ class Batch:
 
 
 FRAMES: list[LoopCarried | None] = []
+EACH = [False]
 
 
 def looked(frame: FrameType, known: Any) -> None:
-    FRAMES.append(loop_carried(frame, (known,)))
+    FRAMES.append(loop_carried(frame, (known,), each=EACH[0]))
 
 
 def names() -> dict[str, Any]:
@@ -198,7 +199,8 @@ def names() -> dict[str, Any]:
     }
 
 
-def carried(source: str, values: dict[str, Any]) -> LoopCarried | None:
+def carried(source: str, values: dict[str, Any], *, each: bool = False) -> LoopCarried | None:
+    EACH[:] = [each]
     name = f"<loop {len(FRAMES)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     try:
@@ -620,6 +622,9 @@ def test_the_innermost_loop_counts() -> None:
     found = carried(source, names())
     assert found
     assert found.names == ("total",)
+    found = carried(source, names(), each=True)  # a new process begins with the first
+    assert found
+    assert found.names == ("total", "n")
 
 
 def test_a_loop_that_asks_itself() -> None:

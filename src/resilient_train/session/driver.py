@@ -61,7 +61,7 @@ from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.kept_calls import BodyCall, KeptCall
 from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import Cursor
-from resilient_train.session.loop_carried import LoopCarried, body_carried, given_by, leaves_out, loop_carried
+from resilient_train.session.loop_carried import LoopCarried, and_also, body_carried, given_by, leaves_out, loop_carried
 from resilient_train.session.loop_head import LoopHead
 from resilient_train.session.nan_watch import NanWatch
 from resilient_train.session.neighbour_inputs import NeighbourInputs
@@ -270,16 +270,15 @@ class Driver:
                 each for each in (*ours, *whole, *(part for one in whole for part in given_by(one))) if each is not None
             ]
             of_models = (*objects.models, *loose), self._engine.window.settled()
-            if call is None or again is None:
-                found = loop_carried(frame, known, *of_models)
-            else:
-                found = body_carried(call.body, known, *of_models, given=again.lasting(call))
+            users = call is None or script_place.is_users(frame.f_code.co_filename)
+            found = loop_carried(frame, known, *of_models, each=call is not None) if users else None
+            if call is not None and again is not None:
+                found = and_also(found, body_carried(call.body, known, *of_models, given=again.lasting(call)))
+                if again.results:
+                    found = and_also(found, LoopCarried(("what session.call returns",), script_place.place()))
         except Exception as error:  # a text that it does not understand is no reason to end a job that goes on
             self._event("loop_unread", {"error": f"{type(error).__name__}: {error}"})
             return
-        if again is not None and again.results:
-            place = found.place if found else script_place.place()
-            found = LoopCarried((*(found.names if found else ()), "what session.call returns"), place)
         if found:
             self._event("loop_carried", {"names": list(found.names), "place": found.place})
             self._tell(found.told())

@@ -106,18 +106,27 @@ class LoopCarried(NamedTuple):
 
 
 def loop_carried(
-    frame: FrameType, known: Iterable[object], models: Iterable[object] = (), settled: Settled = ()
+    frame: FrameType,
+    known: Iterable[object],
+    models: Iterable[object] = (),
+    settled: Settled = (),
+    *,
+    each: bool = False,
 ) -> LoopCarried | None:
-    """Of the innermost loop that runs in ``frame``; None if it keeps nothing, or its text can't be read. ``known``
-    objects, and what is written as theirs, are left out; so are ``models``, but for numbers in their attributes, which
-    no ``state_dict()`` has, and which are not in ``settled``.
+    """Of the innermost loop that runs in ``frame`` (of ``each`` one); None if it keeps nothing, or its text can't be
+    read. ``known`` objects, and what is written as theirs, are left out; so are ``models``, but for numbers in their
+    attributes, which no ``state_dict()`` has, and which are not in ``settled``.
     """
-    texts = Texts()
-    loops = loops_at(frame, texts)
-    if not loops:
-        return None
-    flow = _Flow(_Scope(frame.f_code, frame.f_globals, variables(frame)), _Registered(known, models, settled), texts)
-    return _told_of(flow, lambda: flow.run_loop(loops[-1]), f"{frame.f_code.co_filename}:{loops[-1].lineno}")
+    found, texts = None, Texts()
+    loops, registered = loops_at(frame, texts), _Registered(known, models, settled)
+    for loop in reversed(loops if each else loops[-1:]):
+        scope = _Scope(frame.f_code, frame.f_globals, variables(frame))
+        found = and_also(found, _carried_by(loop, _Flow(scope, registered, texts), frame.f_code.co_filename))
+    return found
+
+
+def _carried_by(loop: Loop, flow: _Flow, file: str) -> LoopCarried | None:
+    return _told_of(flow, lambda: flow.run_loop(loop), f"{file}:{loop.lineno}")
 
 
 def body_carried(
@@ -139,6 +148,13 @@ def body_carried(
     code = found[0].function.__code__
     flow = _Flow(_Scope(code, found[0].function.__globals__, {}), _Registered(known, models, settled), Texts(), given)
     return _told_of(flow, lambda: flow.follow(found), f"{code.co_filename}:{code.co_firstlineno}")
+
+
+def and_also(found: LoopCarried | None, more: LoopCarried | None) -> LoopCarried | None:
+    """Both, at the place of the first."""
+    if found is None or more is None:
+        return found or more
+    return found._replace(names=tuple(dict.fromkeys((*found.names, *more.names))))
 
 
 def leaves_out(thing: Any) -> bool:

@@ -23,6 +23,7 @@ from resilient_train.errors import UsageError  # noqa: E402
 from resilient_train.frameworks.roles import Objects  # noqa: E402
 from resilient_train.frameworks.torch.flowing import Flowing  # noqa: E402
 from resilient_train.session.carried import Carried  # noqa: E402
+from resilient_train.session.step import Steps  # noqa: E402
 
 pytestmark = pytest.mark.torch
 WINDOWS = 14
@@ -43,8 +44,12 @@ class Loop:
         self.flowing.attach(lambda: self.given)
         self.number = -1
 
-    def windows(self) -> Iterator[int]:
+    def windows(self) -> Iterator[Any]:
         """As the head of a loop is: the next window begins when the body is left."""
+        numbers: Iterator[Any] = self._windows()
+        return Steps(numbers, lambda: None)
+
+    def _windows(self) -> Iterator[int]:
         try:
             for self.number in range(WINDOWS):
                 self.flowing.begin()

@@ -11,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from queue import Queue
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import pytest
 from resilient_train import script_place
 from resilient_train.errors import ConfigError
 from resilient_train.session import loop_carried as loop_carried_module
-from resilient_train.session.loop_carried import LoopCarried, body_carried, leaves_out, loop_carried
+from resilient_train.session.loop_carried import LoopCarried, body_carried, given_names, leaves_out, loop_carried
 from resilient_train.session.metrics import check_metrics
 from resilient_train.session.static_lookup import Texts
 
@@ -563,6 +563,90 @@ def test_a_body_of_a_library() -> None:
     found = body_carried(print, (), (model,))
     assert found
     assert found.names == ("self.hidden in Lit.training_step", "self.temperature in Annealed.forward")
+
+
+class Bandit:
+    """Of whose state half is given."""
+
+    def __init__(self) -> None:
+        self.weights, self.draws, self.rng = [1.0, 1.0], 0, random.Random(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": self.weights}
+
+    def draw(self) -> float:
+        self.draws += 1
+        self.weights[0] += 1
+        return self.rng.random()
+
+
+class Every(Bandit):
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class More(Bandit):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "n": self.draws}
+
+
+class Asks(Bandit):
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": self.draw()}
+
+
+class Stepped:
+    """As an optimizer of the user's."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, float] = {"m": 0.0}
+        self.param_groups, self.defaults, self.count = [{"lr": 0.1}], {}, 0
+        self._optimizer_step_pre_hooks = {0: Counted()}
+
+    def step(self) -> None:
+        self.count = self.count + 1
+        self.state["m"] += 1
+        self.param_groups[0]["lr"] *= 0.9
+
+
+class Counted:
+    calls = 0
+
+    def __call__(self, *_: object) -> None:
+        self.calls = self.calls + 1
+
+
+def test_what_the_text_of_a_state_dict_names() -> None:
+    assert given_names(Bandit()) == {"weights"}
+    assert [given_names(kind()) for kind in (Every, More, Asks, Thing, dict)] == [None] * 5
+    bandit = Bandit()
+    for settled, expected in (
+        ([(bandit, given_names(bandit))], ("self.draws in Bandit.draw", "self.rng in Bandit.draw")),
+        ([(bandit, {"weights", "draws", "rng"})], ()),
+    ):
+
+        def steps() -> Iterator[int]:
+            yield 1
+            FRAMES.append(loop_carried(sys._getframe(1), (), (bandit,), settled))  # noqa: B023 - read at once
+
+        found = carried("for step in session_steps(): b.draw()\n", {**names(), "session_steps": steps, "b": bandit})
+        assert (found.names if found else ()) == expected
+
+
+@pytest.mark.parametrize("call", ["o.step()", "scaler.step(o)"])
+def test_what_an_optimizer_of_the_users_and_its_hooks_keep(call: str) -> None:
+    optimizer = Stepped()
+
+    def steps() -> Iterator[int]:
+        yield 1
+        settled = [(optimizer, {"state", "param_groups", "defaults"})]
+        FRAMES.append(loop_carried(sys._getframe(1), optimizer.param_groups, (optimizer,), settled))
+
+    scaler = SimpleNamespace(step=lambda each: each.step())
+    values = {**names(), "session_steps": steps, "o": optimizer, "scaler": scaler}
+    found = carried(f"for step in session_steps(): {call}\n", values)
+    assert found
+    assert found.names == ("self.calls in Counted.__call__", "self.count in Stepped.step")
 
 
 class Scaled:

@@ -61,7 +61,15 @@ from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.kept_calls import BodyCall, KeptCall
 from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import Cursor
-from resilient_train.session.loop_carried import LoopCarried, and_also, body_carried, given_by, leaves_out, loop_carried
+from resilient_train.session.loop_carried import (
+    LoopCarried,
+    and_also,
+    body_carried,
+    given_by,
+    given_names,
+    leaves_out,
+    loop_carried,
+)
 from resilient_train.session.loop_head import LoopHead
 from resilient_train.session.nan_watch import NanWatch
 from resilient_train.session.neighbour_inputs import NeighbourInputs
@@ -75,6 +83,8 @@ from resilient_train.session.step import Step, Steps
 from resilient_train.session.stop_delivery import StopDelivery
 
 LOOP_IS_OVER = "this Session's loop is over: one loop for a Session (step.epoch tells passes over the data)"
+_OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
+"""The attributes that all ranks hold alike, and a new process gets."""
 _WATCHDOG_S = 5.0
 _LOOK_MS = 100
 _COUNTED_S = 0.5
@@ -261,15 +271,17 @@ class Driver:
         if not self._tells or frame is None:
             return
         objects = self._objects
-        ours = (*objects.optimizers, *objects.schedulers, objects.scaler, *self._cursor.sources())
+        ours = (*objects.schedulers, objects.scaler, *self._cursor.sources())
         registered = [*objects.extra.values(), *objects.rank_extra.values()]
         try:
-            loose = [each for each in registered if leaves_out(each)]
+            partly = [(each, names) for each in registered if (names := given_names(each)) is not None]
+            partly += [(each, _OF_OPTIMIZERS) for each in objects.optimizers]
+            loose = [*(each for each in registered if leaves_out(each)), *(each for each, _ in partly)]
             whole = [each for each in registered if not any(each is one for one in loose)]
-            known = [
-                each for each in (*ours, *whole, *(part for one in whole for part in given_by(one))) if each is not None
-            ]
-            of_models = (*objects.models, *loose), self._engine.window.settled()
+            known = [each for each in (*ours, *whole) if each is not None]
+            known += [part for one in registered if not leaves_out(one) for part in given_by(one)]
+            known += [group for each in objects.optimizers for group in each.param_groups]
+            of_models = (*objects.models, *loose), [*self._engine.window.settled(), *partly]
             users = call is None or script_place.is_users(frame.f_code.co_filename)
             found = loop_carried(frame, known, *of_models, each=call is not None) if users else None
             if call is not None and again is not None:

@@ -41,6 +41,7 @@ from resilient_train.session.static_lookup import (
     is_class,
     isinstance_past,
     moves_when_used,
+    steps_of,
     variables,
 )
 
@@ -165,6 +166,25 @@ def leaves_out(thing: Any) -> bool:
     return of_torch or (held(thing, "state_dict") is not UNKNOWN and not thing.state_dict())
 
 
+def given_names(thing: Any) -> frozenset[str] | None:
+    """The attributes that the text of its ``state_dict()`` names; None if it is not the user's, or may give others."""
+    texts, names = Texts(), set[str]()
+    for function, owner in functions_of(held(thing, "state_dict"), thing):
+        code = function.__code__
+        text = texts.function(code, function.__globals__)
+        if text is None or owner is not thing or not code.co_argcount:
+            return None
+        itself = [each for each in ast.walk(text) if isinstance(each, ast.Name) and each.id == code.co_varnames[0]]
+        found = [each for each in ast.walk(text) if isinstance(each, ast.Attribute) and each.value in itself]
+        names |= {each.attr for each in found}
+        calls_super = any(isinstance(each, ast.Name) and each.id == "super" for each in ast.walk(text))
+        if calls_super or len(found) < len(itself):  # vars(self)
+            return None
+    values = [held(thing, each) for each in names]
+    odd = any(each is UNKNOWN or type(each) in (*FUNCTIONS, *PROPERTIES) for each in values) or "__dict__" in names
+    return None if odd or not names else frozenset(names)
+
+
 def given_by(thing: Any) -> list[object]:
     """The tensors and arrays that its ``state_dict()`` gives, not copies of them: it has them somewhere within."""
     return [*_arrays_in(thing.state_dict())] if held(thing, "state_dict") is not UNKNOWN else []
@@ -257,6 +277,8 @@ class _Registered:
         known, settled = [*known], [*settled]
         # What a registered object holds is its own, also where the loop has another name for it.
         known += [part for each in known for part in attributes_of(each).values() if _can_change(part)]
+        # And what of an object comes back is its own, all of it.
+        known += [each for part, names in settled for each in (held(part, name) for name in names) if _can_change(each)]
         self._kept = [*known, *(part for part, _ in settled)]  # or an id may become another's
         self._settled = {id(part): names for part, names in settled}
         self._known = {id(each) for each in known}
@@ -288,7 +310,7 @@ class _Registered:
         if any(id(each) in self._known for each in path):
             return True
         of_models = any(id(each) in self._parts for each in path)
-        return of_models and not (_is_plain(path[-1]) or any(map(counts_for_itself, path)))
+        return of_models and not (_is_plain(path[-1]) or moves_when_used(path[-1]) or any(map(counts_for_itself, path)))
 
 
 class _Scope:
@@ -764,10 +786,14 @@ class _Flow:
                 self.follow(each for verb in _OF_AUTOGRAD for each in functions_of(held(owner, verb)))
             for part in all_parts(value):
                 self.follow([*hooks_of(part), *(functions_of(part) if part is not value else ())])
+            if name.endswith(".step"):
+                self.follow(hooks_of(owner))
         for argument in (*node.args, *(each.value for each in node.keywords)):  # an optimizer's closure, for instance
             given = _name_of(argument)
-            if given and scope.is_whole(given) and type(scope.path(given)[-1]) in FUNCTIONS:
-                self.follow(functions_of(scope.path(given)[-1]))
+            if given and scope.is_whole(given):
+                value = scope.path(given)[-1]
+                self.follow(functions_of(value) if type(value) in FUNCTIONS else ())
+                self.follow(steps_of(value) if name.endswith(".step") else ())  # a scaler's
 
     def follow(self, called: Iterable[CalledFunction], node: ast.Call | None = None) -> None:
         """As if their texts stood here; ``node`` calls them, or it is not known how they are called."""

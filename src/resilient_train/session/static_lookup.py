@@ -18,7 +18,6 @@ from types import (
     CodeType,
     FrameType,
     FunctionType,
-    GeneratorType,
     GetSetDescriptorType,
     MemberDescriptorType,
     MethodType,
@@ -27,6 +26,7 @@ from types import (
 from typing import Any, NamedTuple
 
 from resilient_train import script_place
+from resilient_train.session.step import Steps
 
 _TEXT_MAX = 300_000
 UNKNOWN: Any = object()
@@ -39,7 +39,9 @@ FUNCTIONS = (FunctionType, MethodType)
 PROPERTIES = (property, functools.cached_property)
 _PARTS = "_modules"
 """Where a torch module has the modules in it."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
+          "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # fmt: skip
+_STEP_HOOKS = "_optimizer_step_pre_hooks"
 _COMM_HOOKS = "_comm_hooks"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -62,9 +64,9 @@ def variables(frame: FrameType) -> dict[str, Any]:
 
 def moves_when_used(value: Any) -> bool:
     """An iterator, a random number generator, a queue, a metric: to use one is to change it."""
-    if type(value) is GeneratorType and value.gi_code.co_filename.startswith(script_place.PACKAGE):
-        return False  # session.steps()
     kinds = _ORDER.__get__(type(value))
+    if kinds[0] is Steps:
+        return False
     if any(each is _FILES for each in kinds):
         return False
     draws = any("__next__" in _HELD.__get__(each) or _NAME.__get__(each) in _DRAWS for each in kinds)
@@ -124,7 +126,7 @@ def parts_of(value: Any) -> Mapping[str, Any]:
 
 
 def hooks_of(module: Any) -> list[CalledFunction]:
-    """What the user has hung on a torch module; a communication hook with the state that it gets."""
+    """What the user has hung on a torch module or an optimizer; a communication hook with the state that it gets."""
     own = attributes_of(module)
     hung = [hook for name in _HOOKS if type(own.get(name)) in (dict, OrderedDict) for hook in own[name].values()]
     found = [called for hook in hung for called in functions_of(hook)]
@@ -147,9 +149,14 @@ def all_parts(value: Any) -> Iterator[Any]:
 
 
 def functions_of(value: Any, owner: Any = UNKNOWN) -> list[CalledFunction]:
-    """Those of the user's text that run when ``value`` is called; of a module its ``forward``."""
+    """Those of the user's text that run when ``value`` is called, what it wraps first; of a module its ``forward``."""
     if type(owner) is ModuleType or any(each is value for each in attributes_of(owner).values()):
         owner = UNKNOWN  # not its method
+    if type(value) is MethodType:
+        value, owner = value.__func__, value.__self__
+    if type(value) is FunctionType and "__wrapped__" in value.__dict__:
+        around = [CalledFunction(value, owner)] if script_place.is_users(value.__code__.co_filename) else []
+        return [*functions_of(value.__dict__["__wrapped__"], owner), *around]
     value, owner = bare(value, owner)
     if type(value) is FunctionType:
         return [CalledFunction(value, owner)] if script_place.is_users(value.__code__.co_filename) else []
@@ -182,6 +189,13 @@ def bare(value: Any, owner: Any) -> tuple[Any, Any]:
         else:
             break
     return value, owner
+
+
+def steps_of(value: Any) -> list[CalledFunction]:
+    """What of the user's runs when an optimizer steps; none if it is no optimizer."""
+    if held(value, _STEP_HOOKS) is UNKNOWN:
+        return []
+    return [*functions_of(held(value, "step"), value), *hooks_of(value)]
 
 
 def cells(function: FunctionType) -> list[tuple[str, CellType]]:

@@ -61,6 +61,8 @@ class Step:
 class Steps(Iterator[Step]):
     """What ``session.steps()`` gives. A second ``for`` over it is another loop of the script's: ``next_loop``."""
 
+    __slots__ = ("_drawn", "_next_loop", "_steps")  # so that `gc` finds the generator in it, as moving.py needs
+
     def __init__(self, steps: Iterator[Step], next_loop: Callable[[], None]) -> None:
         self._steps, self._next_loop = steps, next_loop
         self._drawn = False

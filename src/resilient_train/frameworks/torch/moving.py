@@ -107,7 +107,13 @@ def _leads_to(each: Any, running: set[int], deep: int) -> bool:
     """Whether it goes through a generator that runs now, in this thread: to look is asked for by the next step."""
     if type(each) is GeneratorType and id(each.gi_frame) in running:
         return True
-    return deep > 0 and any(_leads_to(inner, running, deep - 1) for inner in _within(each) if type(inner) in _AROUND)
+    inner = [part for part in _within(each) if type(part) in _AROUND or _is_ours(type(part))]
+    return deep > 0 and any(_leads_to(part, running, deep - 1) for part in inner)
+
+
+def _is_ours(kind: type) -> bool:
+    """What ``session.steps()`` gives, around its generator."""
+    return str(kind.__module__).startswith("resilient_train.")
 
 
 def _place(each: Any) -> int | None:

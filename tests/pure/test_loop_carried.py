@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import importlib
 import linecache
@@ -647,6 +648,59 @@ def test_what_an_optimizer_of_the_users_and_its_hooks_keep(call: str) -> None:
     found = carried(f"for step in session_steps(): {call}\n", values)
     assert found
     assert found.names == ("self.calls in Counted.__call__", "self.count in Stepped.step")
+
+
+class Held:
+    """A data set, and a loader of it."""
+
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update(parts)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("data.keep[step] = 0", "data.keep"),
+        ("table[step] = 1", "table"),
+        ("weights[step] = 1", "weights"),
+        ("if step > 3: data.hard = True", "data.hard"),
+        ("data.hard = step > 3", ""),
+        ("data.hard = step > 3\n    data.hard = False", ""),
+        ("other.hard = True", ""),
+        ("others[step] = 1", ""),
+        ("if step > 3: loss_of.smoothing = 0.0", "loss_of.smoothing"),
+        ("loss_of.smoothing = 0.1 * step", ""),
+        ("if step > 3: drawn.p = 0.0", ""),
+    ],
+)
+def test_what_is_read_where_no_text_tells(body: str, expected: str) -> None:
+    """By a loader, between two steps; by a module of torch's."""
+    table, weights = {"a": 0}, [0, 0]
+
+    def collate(items: Any, *, by: Any = None) -> Any:
+        return items, table, by
+
+    data = Held(keep=[1, 1], hard=False)
+    loader = Held(dataset=[data], collate_fn=functools.partial(collate, by=weights))
+    loss_of, drawn = Held(_modules={}, smoothing=0.1), Cell()
+    drawn.p = 0.1  # type: ignore[attr-defined]
+
+    def steps() -> Iterator[int]:
+        yield 1
+        FRAMES.append(loop_carried(sys._getframe(1), (), (), (), [loader]))
+
+    values = {**names(), "session_steps": steps, "data": data, "table": table, "weights": weights, "loss_of": loss_of}
+    values |= {"other": Held(hard=False), "others": [0, 0], "drawn": drawn}
+    found = carried(f"for step in session_steps():\n    {body}\n", values)
+    assert (found.names if found else ()) == ((expected,) if expected else ())
+
+
+def test_a_loader_that_a_loop_goes_through() -> None:
+    data = Held(keep=[1, 1])
+    values = {**names(), "data": data, "loader": Held(dataset=data)}
+    found = carried("for step, _ in zip(session_steps(), [loader]):\n    data.keep[step] = 0\n", values)
+    assert found
+    assert found.names == ("data.keep",)
 
 
 class Scaled:

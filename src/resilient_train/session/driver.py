@@ -281,9 +281,10 @@ class Driver:
             known = [each for each in (*ours, *whole) if each is not None]
             known += [part for one in registered if not leaves_out(one) for part in given_by(one)]
             known += [group for each in objects.optimizers for group in each.param_groups]
-            of_models = (*objects.models, *loose), [*self._engine.window.settled(), *partly]
+            settled = [*self._engine.window.settled(), *partly]
+            of_models, loaders = ((*objects.models, *loose), settled), [self._cursor.loader]
             users = call is None or script_place.is_users(frame.f_code.co_filename)
-            found = loop_carried(frame, known, *of_models, each=call is not None) if users else None
+            found = loop_carried(frame, known, *of_models, loaders, each=call is not None) if users else None
             if call is not None and again is not None:
                 found = and_also(found, body_carried(call.body, known, *of_models, given=again.lasting(call)))
                 if again.results:

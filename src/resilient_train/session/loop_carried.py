@@ -41,6 +41,7 @@ from resilient_train.session.static_lookup import (
     is_class,
     isinstance_past,
     moves_when_used,
+    reached_from,
     steps_of,
     variables,
 )
@@ -54,6 +55,7 @@ _STEP = "training_step"
 _OF_AUTOGRAD = ("forward", "setup_context", "backward")
 """Of a Lightning module."""
 _TENSORS = ("_parameters", "_buffers")
+_MODULES = "_modules"
 _OF_ARRAYS = ("add_", "__array_interface__")
 """What tensors of torch's, and arrays of NumPy's, have."""
 _ELEMENTS = 16
@@ -111,15 +113,16 @@ def loop_carried(
     known: Iterable[object],
     models: Iterable[object] = (),
     settled: Settled = (),
+    loaders: Iterable[object] = (),
     *,
     each: bool = False,
 ) -> LoopCarried | None:
     """Of the innermost loop that runs in ``frame`` (of ``each`` one); None if it keeps nothing, or its text can't be
     read. ``known`` objects, and what is written as theirs, are left out; so are ``models``, but for numbers in their
-    attributes, which no ``state_dict()`` has, and which are not in ``settled``.
+    attributes, which no ``state_dict()`` has, and which are not in ``settled``. ``loaders`` read what they reach.
     """
     found, texts = None, Texts()
-    loops, registered = loops_at(frame, texts), _Registered(known, models, settled)
+    loops, registered = loops_at(frame, texts), _Registered(known, models, settled, loaders)
     for loop in reversed(loops if each else loops[-1:]):
         scope = _Scope(frame.f_code, frame.f_globals, variables(frame))
         found = and_also(found, _carried_by(loop, _Flow(scope, registered, texts), frame.f_code.co_filename))
@@ -271,15 +274,20 @@ def _arrays_in(value: Any) -> Iterator[object]:
 
 
 class _Registered:
-    """What the Session carries, and what it leaves to the script."""
+    """What the Session carries, and what it leaves to the script. ``loaders``: what they reach is read each step."""
 
-    def __init__(self, known: Iterable[object], models: Iterable[object], settled: Settled) -> None:
+    def __init__(
+        self, known: Iterable[object], models: Iterable[object], settled: Settled, loaders: Iterable[object] = ()
+    ) -> None:
         known, settled = [*known], [*settled]
         # What a registered object holds is its own, also where the loop has another name for it.
         known += [part for each in known for part in attributes_of(each).values() if _can_change(part)]
         # And what of an object comes back is its own, all of it.
         known += [each for part, names in settled for each in (held(part, name) for name in names) if _can_change(each)]
         self._kept = [*known, *(part for part, _ in settled)]  # or an id may become another's
+        self.read = set[int]()
+        """Elsewhere."""
+        self.add_loaders(loaders)
         self._settled = {id(part): names for part, names in settled}
         self._known = {id(each) for each in known}
         self._parts = set[int]()
@@ -302,6 +310,11 @@ class _Registered:
         self._kept += values
         self._known |= set(map(id, values))
         return False
+
+    def add_loaders(self, loaders: Iterable[object]) -> None:
+        reached = reached_from(loaders)
+        self._kept += reached
+        self.read |= set(map(id, reached))
 
     def has(self, path: Sequence[Any], name: str) -> bool:
         """``path``: an object, what its attribute is, and so on, as far as they are known; ``name``: of all of it."""
@@ -405,6 +418,8 @@ class _Flow:
         """Variables of this pass that are tensors of before, or in containers of before."""
         self._bound = set[Key]()
         """Variables of this pass that are other objects of before, which their scope has."""
+        self._set: dict[Key, str] = {}
+        """Attributes that it sets, of objects that others read: torch's own modules, and what a loader reaches."""
 
     def carried(self) -> list[str]:
         """What this pass reads before it writes it, and what it changes; what grows and nobody reads is for people."""
@@ -412,13 +427,18 @@ class _Flow:
         kept = {key: name for key, name in self._first.items() if key in self._written}
         names = [name for key, name in {**self._changed, **kept}.items() if key[0] not in inner]
         entries = {each.partition("[")[0] + each.rpartition("]")[2] for each in names if "[" in each}
-        filled = [each for key, each in self._filled.items() if key in self._used and each not in entries]
-        return list(dict.fromkeys([*names, *filled]))
+        read = self._used | self._registered.read
+        filled = [each for key, each in self._filled.items() if key in read and each not in entries]
+        now_and_then = [each for key, each in self._set.items() if key not in self._sure]
+        return list(dict.fromkeys([*names, *filled, *now_and_then]))
 
     def run_loop(self, loop: Loop) -> None:
         if isinstance(loop, ast.While):
             self._read(loop.test)
         else:
+            names = filter(None, map(_name_of, ast.walk(loop.iter)))
+            through = [self._scope.path(name)[-1] for name in names if self._scope.is_whole(name)]
+            self._registered.add_loaders(each for each in through if held(each, "dataset") is not UNKNOWN)
             self._write(loop.target)
         self._run(loop.body)
 
@@ -699,10 +719,23 @@ class _Flow:
 
     def _wrote(self, name: str) -> None:
         key = self._scope.key(name)
+        if "." in name and not self._is_sure(name) and self._is_read_by_others(name):
+            self._set.setdefault(key, name + self._scope.where)
         self._written.add(key)
         self._sure.add(key)
         self._bound.discard(key)
         self._stands_for.pop(key, None)
+
+    def _is_read_by_others(self, attribute: str) -> bool:
+        """Whether it is one of an object whose text is not the user's, or that a loader reaches."""
+        *path, last = _parts(attribute)
+        owner = self._scope.path(".".join(path).replace(".[", "["))
+        if len(owner) < len(path) or last.startswith("["):
+            return False
+        of_library = type(held(owner[-1], _MODULES)) is dict and not functions_of(owner[-1])
+        if not of_library and id(owner[-1]) not in self._registered.read:
+            return False
+        return not self._registered.has([*owner, held(owner[-1], last)], attribute)
 
     def _change(self, target: ast.AST) -> None:
         """``target += ...``."""

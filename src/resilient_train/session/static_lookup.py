@@ -11,7 +11,7 @@ import inspect
 import io
 import linecache
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from types import (
     CellType,
@@ -35,6 +35,7 @@ _DRAWS = ("Random", "Generator", "RandomState", "Queue", "SimpleQueue")
 _FILES = io.IOBase.__mro__[1]
 _ORDER, _HELD, _NAME = (vars(type)[name] for name in ("__mro__", "__dict__", "__name__"))
 _WRAPPED_MAX = 10
+_REACHED_MAX, _WIDE = 300, 16
 FUNCTIONS = (FunctionType, MethodType)
 PROPERTIES = (property, functools.cached_property)
 _PARTS = "_modules"
@@ -146,6 +147,31 @@ def all_parts(value: Any) -> Iterator[Any]:
             seen.add(id(each))
             yield each
             waiting += parts_of(each).values()
+
+
+def reached_from(things: Iterable[Any]) -> list[Any]:
+    """What a loader can read (its data set, what collates), as far as is soon told: objects within objects, in lists,
+    and what functions are bound to.
+    """
+    found, seen, waiting = list[Any](), set[int](), deque(things)
+    while waiting and len(found) < _REACHED_MAX:
+        each = waiting.popleft()
+        if id(each) in seen or type(each) in (ModuleType, type):
+            continue
+        seen.add(id(each))
+        found.append(each)
+        kind = type(each)
+        if kind in (list, tuple):
+            waiting += each[:_WIDE]
+        elif kind is functools.partial:
+            waiting += (each.func, *each.args, *each.keywords.values())
+        elif kind is MethodType:
+            waiting.append(each.__self__)
+        elif kind is FunctionType:
+            waiting += (value for _, cell in cells(each) if (value := contents(cell)) is not UNKNOWN)
+        else:
+            waiting += attributes_of(each).values()
+    return found
 
 
 def functions_of(value: Any, owner: Any = UNKNOWN) -> list[CalledFunction]:

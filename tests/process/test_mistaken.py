@@ -108,6 +108,13 @@ def test_a_hook_that_is_hung_on_once_in_a_step_that_is_computed_twice_is_told(tm
     assert [event["detail"] for event in run.of("hooks_lost")] == [{"names": ["<lambda>"]}] * 2, run.explain()
 
 
+def test_a_process_group_that_is_made_in_the_loop_is_told_once(tmp_path: Path) -> None:
+    """After a fault the others would wait for a new process there."""
+    run = launch(tmp_path / "run", "mistaken.py", "group", "9", ranks=2)
+    assert run.code == 0, run.explain()
+    assert run.err.count("makes a process group in the Session's loop") == 1, run.explain()
+
+
 @pytest.mark.parametrize("loops", ["epochs", "phases"])
 def test_a_process_that_begins_in_another_of_the_scripts_loops_says_so(tmp_path: Path, loops: str) -> None:
     """It is through with its own when the others are: the job ends well all the same."""

@@ -787,11 +787,22 @@ def test_of_two_who_was_wrong_is_told_when_both_have_come_there_again(
     assert controller.held(0, 1, Held(5, now[0])) == []
     assert controller.copy().job.doubt is not controller.job.doubt
     commands = controller.held(1, 1, Held(5, now[1]))
-    expected = [Note("held_wrong", rank=wrong[0], detail={"commits": 5, "ranks": wrong})] if wrong else []
-    assert commands == expected
+    detail = {"commits": 5, "ranks": wrong, "anew": []}
+    assert commands == ([Note("held_wrong", rank=wrong[0], detail=detail)] if wrong else [])
     assert controller.job.doubt is None
     (text,) = told("held_wrong", 3, 0.0, {"commits": 5, "ranks": [1]})
     assert "hold what the replicas of rank 1 had held: rank 1 had held something else" in text
+    (text,) = told("held_wrong", 3, 0.0, {"commits": 5, "ranks": [0], "anew": [1]})
+    assert "as all of them, rank 1 began anew, in another's place: if the training depends on something" in text
+
+
+def test_a_rank_that_had_taken_anothers_place_is_named_with_them() -> None:
+    controller = saving(4)
+    controller.job.incarnations[1] = 2
+    for rank in (0, 1):
+        controller.differs(rank, 2 * rank, Differs(6, [("w", str(rank))], averages=True, since=5, held=(11, 12)))
+    assert controller.job.doubt is not None
+    assert controller.job.doubt.anew == controller.copy().job.doubt.anew == (1,)
 
 
 def test_who_stands_alone_is_named_at_once_and_no_second_time() -> None:

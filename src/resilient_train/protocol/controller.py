@@ -721,7 +721,7 @@ class Controller:
         detail |= evidence(told)
         said = next(iter(told.values()))
         unnamed = said.held and not detail["alone"]
-        job.doubt = Doubt(said.since, dict(zip(group, said.held, strict=True))) if unnamed else None
+        job.doubt = Doubt(said.since, dict(zip(group, said.held, strict=True)), replaced) if unnamed else None
         return [Note("replicas_differ", detail=detail), *self._all_back(text, commits)]
 
     def held(self, rank: int, incarnation: int, message: Held) -> list[Command]:
@@ -733,7 +733,8 @@ class Controller:
         if wrong is None:
             return []
         job.doubt = None
-        return [Note("held_wrong", rank=wrong[0], detail={"commits": doubt.commits, "ranks": wrong})] if wrong else []
+        detail = {"commits": doubt.commits, "ranks": wrong, "anew": list(doubt.anew)}
+        return [Note("held_wrong", rank=wrong[0], detail=detail)] if wrong else []
 
     def _all_back(self, text: str, commits: int) -> list[Command]:
         """Nobody knows what is right since before update ``commits``, or long before it."""

@@ -12,8 +12,10 @@ class Doubt:
     once more from a state that was equal. Who then holds what it held before has been right.
     """
 
-    def __init__(self, commits: int, held: Mapping[int, int]) -> None:
+    def __init__(self, commits: int, held: Mapping[int, int], anew: Sequence[int] = ()) -> None:
         self.commits = commits
+        self.anew = tuple(anew)
+        """The ranks whose processes had taken another's place by then."""
         self._before, self._now = dict(held), dict[int, int]()
 
     def hear(self, rank: int, held: int) -> list[int] | None:
@@ -29,7 +31,7 @@ class Doubt:
 
     def copy(self) -> Doubt:
         """An independent one in the same state."""
-        new = Doubt(self.commits, self._before)
+        new = Doubt(self.commits, self._before, self.anew)
         new._now = dict(self._now)
         return new
 

@@ -50,6 +50,7 @@ class BodiesWithoutUpdate:
         if names:
             shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
             say_aside(
-                f"parameters with requires_grad that are in no registered optimizer: {len(names)} ({shown}); register "
-                "their optimizer, or nobody will bring back what it does"
+                f"parameters with requires_grad that are in no registered optimizer: {len(names)} ({shown}); if one "
+                "updates them, register it, or nobody will bring back what it does; those that join later by "
+                "add_param_group() are seen"
             )

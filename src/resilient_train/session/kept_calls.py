@@ -28,7 +28,7 @@ class KeptCall:
     def __init__(self, call: BodyCall, look: Callable[..., bytes]) -> None:
         self.call = call
         self._given = (call.args, call.kwargs), *parts_of(call.body)
-        _refuse_iterators(self._given)
+        _refuse_iterators((*self._given, ((getattr(call.body, "__self__", None),), {})))  # a generator's send
         self._variables = BodyVariables(call.body)
         self._look_at = look
         self._seen = self.look(plain=True)

@@ -44,6 +44,10 @@ from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step
 from resilient_train.standby_stage import standby_point
 
+_HAD_ONE = (
+    "this process has had its Session: under resilient-run a job has one Session, one loop; start a job for each (a "
+    "fold, a trial)"
+)
 Groups = tuple[tuple[int, ...], ...]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -108,9 +112,7 @@ class Session:
                     "a Session is open already in this process; close it (leave its `with`) first"
                 )
             if link is not None and _ended:
-                raise ConfigError(  # noqa: TRY301 - likewise
-                    "this process has had its Session: under resilient-run a job has one Session, one loop"
-                )
+                raise ConfigError(_HAD_ONE)  # noqa: TRY301 - likewise
             _check_registered(objects)
             skips = _skips(on_anomaly)
             limits = _limits(norm_threshold, loss_threshold, config.Settings() if link is None else _planned())
@@ -123,7 +125,7 @@ class Session:
                     raise ConfigError(problem.text)  # noqa: TRY301 - likewise
                 off, link = problem.text, None
             if link is not None:
-                groups = engine.state.replicas(tuple(map(tuple, replicas)))
+                groups = engine.state.replicas(_groups(replicas))
                 if len(groups) > 1 and config.is_first_rank():
                     say_aside(_told(groups))
                 self._driver = Driver(
@@ -377,6 +379,13 @@ def _problem(engine: Engine, link: config.AgentLink) -> Problem | None:
     if found is None and (text := engine.collectives.set_up_problem()):
         found = Problem(text)
     return found
+
+
+def _groups(given: Sequence[Sequence[int]]) -> Groups:
+    try:
+        return tuple(map(tuple, given))
+    except TypeError:
+        raise ConfigError(f"replicas= takes lists of rank numbers, as [[0, 1], [2, 3]], not {given!r}") from None
 
 
 def _told(groups: Groups) -> str:

@@ -8,7 +8,7 @@ know. ``unsteady``: random numbers that no seed decides. ``own-mean``: a mean of
 is alike belongs. ``carries``: a message that is sent in one step and received in the next. ``epochs``: the loop is left
 and entered again each four steps, and what it is in counts; ``phases``: likewise, over one iterator.
 ``other-module``: in step ``--at`` another activation is put in the first one's place, and a gradient gets a hook.
-``hook-once``: from step ``--at`` on a layer has one.
+``hook-once``: from step ``--at`` on a layer has one. ``group``: each fourth step makes a process group.
 """
 
 import argparse
@@ -97,6 +97,8 @@ with rt.Session(model=model, optimizer=registered, state=state) as session:
         if mode == "early":
             session.check(1.0)
         with step:
+            if mode == "group" and step.number % 4 == 0:
+                dist.destroy_process_group(dist.new_group([0, 1]))
             if mode == "hook-once" and step.number >= asked.at and handle is None:
                 handle = core[0].register_forward_hook(lambda _module, _given, output: output * 1.5)
             if mode != "ahead":

@@ -363,7 +363,7 @@ class _Becomes(torch.autograd.Function):
         if ctx.sparse:
             nowhere = torch.empty((1, 0), dtype=torch.int64, device=device)
             nothing = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
-            return gradient, torch.sparse_coo_tensor(nowhere, nothing, shape), None
+            return gradient, torch.sparse_coo_tensor(nowhere, nothing, shape, check_invariants=False), None
         return gradient, torch.zeros((), dtype=dtype, device=device).expand(shape), None
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import GroupName
 
-from resilient_train import config, standby_stage
+from resilient_train import config, script_place, standby_stage
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Addresses
 from resilient_train.frameworks.torch.address_store import AddressStore, FirstAddresses
@@ -41,6 +41,7 @@ from resilient_train.frameworks.torch.own_objects import take_own
 from resilient_train.frameworks.torch.set_up import SetUpCollectives
 from resilient_train.frameworks.torch.transports import gloo
 from resilient_train.frameworks.torch.uncompiled import all_uncompiled
+from resilient_train.observe.sinks import say_aside
 
 BACKEND = "resilient"
 _NO_RANK = -1
@@ -66,7 +67,7 @@ works = Works()
 _watcher: Watcher | None = None
 _set_up: SetUpCollectives | None = None
 """Of the collectives before the loop; None behind its begin, and where no rank is ever replaced."""
-_loop_has_begun = False
+_loop_has_begun = _told_late = False
 _droppers: list[threading.Thread] = []
 
 
@@ -463,7 +464,7 @@ all_uncompiled(ResilientGroup)
 
 def create(options: Any, backend_options: Any, *, kind: type[ResilientGroup] = ResilientGroup) -> ResilientGroup:
     """Torch calls this for ``init_process_group`` and ``new_group``. Raises UsageError."""
-    global _set_up
+    global _set_up, _told_late
     if backend_options is not None:
         raise UsageError(
             f"pg_options ({type(backend_options).__name__}) can't be kept for a group that is rebuilt after a fault: "
@@ -484,6 +485,13 @@ def create(options: Any, backend_options: Any, *, kind: type[ResilientGroup] = R
         addresses = FirstAddresses(options.store, link.attempt if link else 0)
         group.adopt(group.build(0, addresses, replaced=False))
     groups[group.group_name] = group
+    if _watcher is not None and link is not None and config.is_first_rank() and not _told_late:
+        _told_late = True
+        say_aside(
+            f"{script_place.line()} makes a process group in the Session's loop: a process that takes a rank's place "
+            "would not make it, and the others would wait for it there; make all groups before the loop "
+            "(docs/how-to/loops.md)"
+        )
     return group
 
 

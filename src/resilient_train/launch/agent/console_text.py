@@ -77,10 +77,14 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
 def _of_repeated(kind: str, detail: dict[str, Any]) -> Iterator[str]:
     """Of what was computed once more."""
     if kind == "held_wrong":
-        named = ", ".join(map(str, detail["ranks"]))
+        named, anew = ", ".join(map(str, detail["ranks"])), detail.get("anew", ())
+        verdict = f"rank {named} had held something else" if not anew else (
+            f"as all of them, {_ranks(anew)} began anew, in another's place: if the training depends on something that "
+            "is not registered, this is not what the undisturbed run would hold. `resilient-train drill` tells"
+        )  # fmt: skip
         yield (
             f"all have trained up to update {detail['commits']} once more, and hold what the replicas of rank {named} "
-            f"had held: rank {named} had held something else"
+            f"had held: {verdict}"
         )
     elif kind == "verified" and detail.get("everywhere"):
         yield (

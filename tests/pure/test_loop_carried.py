@@ -695,6 +695,22 @@ def test_what_is_read_where_no_text_tells(body: str, expected: str) -> None:
     assert (found.names if found else ()) == ((expected,) if expected else ())
 
 
+@pytest.mark.parametrize(
+    ("kept", "behind", "expected"),
+    [
+        ([{"w": np.ones(2)}], "mean = list(kept)", ("kept",)),
+        ([{"w": np.ones(2)}], "def mean(): return kept", ()),
+        ([{"w": np.ones(2)}], "kept = None", ()),
+        ([0.5], "print(kept)", ()),
+    ],
+)
+def test_what_is_filled_for_what_stands_behind_the_loop(kept: Any, behind: str, expected: tuple[str, ...]) -> None:
+    """Snapshots of an ensemble; numbers are for people."""
+    source = f"for step in session_steps():\n    kept.append(loss)\n{behind}\n"
+    found = carried(source, {**names(), "kept": kept})
+    assert (found.names if found else ()) == expected
+
+
 def test_a_loader_that_a_loop_goes_through() -> None:
     data = Held(keep=[1, 1])
     values = {**names(), "data": data, "loader": Held(dataset=data)}

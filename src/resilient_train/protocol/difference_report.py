@@ -163,8 +163,8 @@ def rule(name: str) -> str:
         return f"{_ANOTHERS}: step it by what all ranks share (all-reduce a metric first)"
     else:
         own = (
-            "in `rank_state=` (of an average of a model with BatchNorm it may be the buffers alone: a replaced rank "
-            "gets another one's)"
+            "in `rank_state=`, if its state_dict() gives all that it goes by (of an average of a model with BatchNorm "
+            "it may be the buffers alone: a replaced rank gets another one's)"
         )
     return f"{_ANOTHERS}: what each rank has of its own belongs {own}"
 

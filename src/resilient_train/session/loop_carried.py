@@ -124,8 +124,9 @@ def loop_carried(
     found, texts = None, Texts()
     loops, registered = loops_at(frame, texts), _Registered(known, models, settled, loaders)
     for loop in reversed(loops if each else loops[-1:]):
-        scope = _Scope(frame.f_code, frame.f_globals, variables(frame))
-        found = and_also(found, _carried_by(loop, _Flow(scope, registered, texts), frame.f_code.co_filename))
+        flow = _Flow(_Scope(frame.f_code, frame.f_globals, variables(frame)), registered, texts)
+        flow.behind = _names_behind(loop, frame, texts)
+        found = and_also(found, _carried_by(loop, flow, frame.f_code.co_filename))
     return found
 
 
@@ -210,6 +211,12 @@ def loops_at(frame: FrameType, texts: Texts) -> list[Loop]:
     scope = texts.function(frame.f_code, frame.f_globals) or tree
     around = [each for each in in_scope(scope) if isinstance(each, Loop) and lasts_at(each, frame.f_lineno or 0)]
     return sorted(around, key=lambda loop: loop.lineno)
+
+
+def _names_behind(loop: Loop, frame: FrameType, texts: Texts) -> set[str]:
+    tree = texts.function(frame.f_code, frame.f_globals) or texts.tree(frame.f_code, frame.f_globals)
+    behind = (each for each in in_scope(tree) if getattr(each, "lineno", 0) > (loop.end_lineno or 0)) if tree else ()
+    return {name for each in behind if isinstance(getattr(each, "ctx", None), ast.Load) and (name := _name_of(each))}
 
 
 def in_scope(scope: ast.AST) -> Iterator[ast.AST]:
@@ -398,6 +405,8 @@ class _Flow:
         self._scope, self._registered, self._texts = scope, registered, texts
         self._handed = handed or {}
         """To the outermost function."""
+        self.behind: set[str] = set()
+        """Names that are read when the loop is over."""
         self._first: dict[Key, str] = {}
         """In order, what is read where this pass may not have written it; as it is called there."""
         self._written = set[Key]()
@@ -427,10 +436,15 @@ class _Flow:
         kept = {key: name for key, name in self._first.items() if key in self._written}
         names = [name for key, name in {**self._changed, **kept}.items() if key[0] not in inner]
         entries = {each.partition("[")[0] + each.rpartition("]")[2] for each in names if "[" in each}
-        read = self._used | self._registered.read
+        read = self._used | self._registered.read | self._read_behind()
         filled = [each for key, each in self._filled.items() if key in read and each not in entries]
         now_and_then = [each for key, each in self._set.items() if key not in self._sure]
         return list(dict.fromkeys([*names, *filled, *now_and_then]))
+
+    def _read_behind(self) -> set[int]:
+        """Containers that it fills with tensors or arrays, and whose names are read behind the loop."""
+        paths = (self._scope.path(name) for name in self.behind)
+        return {id(path[-1]) for path in paths if path and next(_arrays_in(path[-1]), None) is not None}
 
     def run_loop(self, loop: Loop) -> None:
         if isinstance(loop, ast.While):

@@ -747,6 +747,8 @@ class Scaled:
         ("for t in [Scaled(), Scaled()]: t(1.0)", ""),
         ("terms = [Scaled()]\n    for t in terms: t.weight *= 0.9", ""),
         ("for t in known.kept: t.update(1.0)", ""),
+        ("for t in table: t.lower()", ""),
+        ("loss = [table for table in terms]\n    table['a'].update(1.0)", "self.count in Scaled.update"),
         ("t = terms[0]\n    t.update(1.0)", "self.count in Scaled.update"),
         ("t = Scaled()\n    t.update(1.0)", ""),
     ],

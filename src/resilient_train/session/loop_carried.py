@@ -336,8 +336,8 @@ class _Registered:
 class _Scope:
     """Where names are looked up: in the loop's own function, or in one that it calls."""
 
-    def __init__(self, code: CodeType, names: dict[str, Any], values: Mapping[str, Any]) -> None:
-        self.globals, self.values, self.where = names, dict(values), ""
+    def __init__(self, code: CodeType, names: dict[str, Any], values: dict[str, Any]) -> None:
+        self.globals, self.values, self.where = names, values, ""
         its_own = (*code.co_varnames, *code.co_cellvars, *code.co_freevars) if code.co_flags & CO_OPTIMIZED else ()
         self._holders = dict.fromkeys(its_own, id(self))
 
@@ -588,9 +588,11 @@ class _Flow:
         if not known:
             run()  # once at least: parts of a batch, as a rule
             return
+        before = {name: self._scope.values.get(name, UNKNOWN) for name in known[0]}
         for bound in known:
             self._bind(bound)
             run()
+        self._scope.values.update(before)
         self._bound -= {self._scope.key(name) for name in known[0]}
 
     def _bind(self, variables: Mapping[str, Any]) -> None:
@@ -613,17 +615,17 @@ class _Flow:
             case ast.Name(), ast.Call(func=ast.Name(id=kind), args=[of, *_]) if kind in _ITERABLES:
                 return self._elements(target, of)
             case ast.Name(id=name), _:
-                return [{name: value} for value in self._objects_in(iterable)]
+                return [{name: value} for value in self._objects_in(iterable, dicts=False)]
         return []
 
-    def _objects_in(self, node: ast.AST) -> list[Any]:
+    def _objects_in(self, node: ast.AST, *, dicts: bool = True) -> list[Any]:
         """What a list, a tuple or a dict of before has in it, if that is objects of the user's."""
         name = _name_of(node)
         path = self._scope.path(name) if name else []
         if not path or len(path) < len(_parts(name)) or self._is_sure(name) or self._registered.has(path, name):
             return []
         if isinstance_past(path[-1], (dict,)):
-            values = [*islice(dict.values(path[-1]), _ELEMENTS)]
+            values = [*islice(dict.values(path[-1]), _ELEMENTS)] if dicts else []
         else:
             values = [*islice(path[-1], _ELEMENTS)] if type(path[-1]) in (list, tuple) else []
         return [each for each in values if each is not None and not _is_plain(each)]

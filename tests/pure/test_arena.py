@@ -2,13 +2,14 @@
 
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_train.errors import ProtocolError
+from resilient_train.errors import ConfigError, ProtocolError
 from resilient_train.state.arena import SLOTS, Arena, ArenaFullError
 
 SLOT_BYTES = 256
@@ -46,6 +47,16 @@ def test_it_outlives_the_process_that_wrote(arena: Arena) -> None:
     other.publish(2, b"two")
     assert (other.published(1), arena.published(2)) == (b"one", b"two")
     other.close()
+
+
+def test_where_files_may_not_be_so_large() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"bytes of shared memory for a rank can't be had: .*File too large"):
+            Arena.create()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_the_last_slots_stay(arena: Arena) -> None:

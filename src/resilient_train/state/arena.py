@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from resilient_train.errors import ProtocolError
+from resilient_train.errors import ConfigError, ProtocolError
 
 MAGIC = 0x52544152454E4131
 VERSION = 3
@@ -73,9 +73,13 @@ class Arena:
 
     @classmethod
     def create(cls, slot_bytes: int = DEFAULT_SLOT_BYTES, log_bytes: int = 0) -> Arena:
-        """A new arena in a memfd of this process."""
-        fd = os.memfd_create("resilient-arena", os.MFD_CLOEXEC)
-        os.ftruncate(fd, _total_bytes(slot_bytes, log_bytes))
+        """A new arena in a memfd of this process. Raises ConfigError where the system has none to give."""
+        fd, size = os.memfd_create("resilient-arena", os.MFD_CLOEXEC), _total_bytes(slot_bytes, log_bytes)
+        try:
+            os.ftruncate(fd, size)
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(f"{size} bytes of shared memory for a rank can't be had: {error} (ulimit -f)") from None
         os.pwrite(fd, _HEADER.pack(MAGIC, VERSION, slot_bytes, log_bytes), 0)
         return cls(fd)
 

@@ -24,7 +24,10 @@ def body(state: Any, batch: Any = None, *, meter: Any = None) -> Any:
     return state, batch, meter
 
 
-@pytest.mark.parametrize("state", [torch.ones(2), 0.25, Averages(3, 0.75), {"mean": 0.1}, Meter()], ids=repr)
+STATES = [torch.ones(2), 0.25, Averages(3, 0.75), {"mean": 0.1}, Meter()]
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_returned_and_given_again(state: Any, whole: bool) -> None:
     again = GivenAgain()

@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
     _open_streams()
     argv = sys.argv[1:] if argv is None else argv
     if msrun.is_for_mindspore(argv):
-        _leave(_run_mindspore(argv))
+        _run_mindspore(argv)
     _register.wrap_for_forks()
     guessed = config.set_threads(_ranks_wanted(argv))
     environ = config.environ_copy()
@@ -261,19 +261,19 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _run_mindspore(argv: list[str]) -> int:
-    """Runs a job that msrun's flags describe; returns its exit code."""
+def _run_mindspore(argv: list[str]) -> NoReturn:
+    """Runs a job that msrun's flags describe, and exits with its code."""
     from resilient_train.launch.agent.mindspore_agent import MindSporeAgent
 
     try:
         job = msrun.make_job(argv)
     except ConfigError as error:
         print(f"resilient-run: {error}", file=sys.stderr)
-        return EXIT_WRONG_INPUT
+        sys.exit(EXIT_WRONG_INPUT)
     claim = _enter_run_dir(job.spec)
     code = run_job(job.spec, argv, lambda sink: MindSporeAgent(*job, sink))
     claim.close()
-    return code
+    _leave(code)
 
 
 def _hand_on_switches(job: JobSpec | argparse.Namespace) -> None:

@@ -650,6 +650,45 @@ def test_what_an_optimizer_of_the_users_and_its_hooks_keep(call: str) -> None:
     assert found.names == ("self.calls in Counted.__call__", "self.count in Stepped.step")
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("verb", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_what_hooks_of_parameters_keep(verb: str) -> None:
+    torch = pytest.importorskip("torch")
+
+    class Clip:
+        calls = 0
+
+        def hook(self, _: object) -> None:
+            self.calls += 1
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    getattr(model[0].weight, verb)(Clip().hook)
+    found = carried("for step in session_steps():\n    if step < 0: model(step)\n", {**names(), "model": model})
+    assert found
+    assert found.names == ("self.calls in Clip.hook",)
+
+
+class Ramp:
+    """Counts how often it is entered."""
+
+    entered = 0
+
+    def __enter__(self) -> float:
+        self.entered += 1
+        return self.entered / 10
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_what_is_entered_and_what_has_another_name() -> None:
+    kept = [0.5]
+    values = {**names(), "ramp": Ramp(), "kept": kept, "push": kept.append}
+    found = carried("for step in session_steps():\n    with ramp as loss: pass\n    push(sum(kept))\n", values)
+    assert found
+    assert found.names == ("push", "self.entered in Ramp.__enter__")
+    assert carried("for step in session_steps():\n    push(step)\n", values) is None, "nobody reads it"
+
+
 class Held:
     """A data set, and a loader of it."""
 

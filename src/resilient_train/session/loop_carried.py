@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import CO_OPTIMIZED
 from itertools import islice
-from types import CodeType, EllipsisType, FrameType
+from types import BuiltinMethodType, CodeType, EllipsisType, FrameType
 from typing import Any, NamedTuple
 
 from resilient_train.session.static_lookup import (
@@ -487,6 +487,7 @@ class _Flow:
             case ast.With() | ast.AsyncWith():
                 for item in node.items:
                     self._read(item.context_expr)
+                    self._enter(item.context_expr)
                     self._write(*filter(None, [item.optional_vars]))
                 return self._run(node.body)
             case ast.Try() | ast.TryStar():
@@ -513,6 +514,14 @@ class _Flow:
                 self._read(node)
                 return not isinstance(node, (ast.Raise, ast.Break, ast.Continue))
         return True
+
+    def _enter(self, node: ast.AST) -> None:
+        """Objects of before may count how often they are entered."""
+        name = _name_of(node)
+        if name and self._scope.is_whole(name) and not self._is_sure(name):
+            value = self._scope.path(name)[-1]
+            for verb in ("__enter__", "__exit__"):
+                self.follow(functions_of(held(value, verb), value))
 
     def _branches(self, *ways: Sequence[ast.stmt]) -> bool:
         """Sure is behind them what all have written that come to their end."""
@@ -827,6 +836,8 @@ class _Flow:
         if known:
             *around, value = scope.path(name)
             owner = around[-1] if around else UNKNOWN
+            if isinstance(node.func, ast.Name) and type(value) is BuiltinMethodType and value.__name__ in _CHANGES:
+                self._filled.setdefault(id(value.__self__), name + scope.where)  # push = losses.append
             called = functions_of(value, owner)
             if self._is_sure(name):  # by now it is another object, of the same class
                 called = [CalledFunction(each.function) for each in called]

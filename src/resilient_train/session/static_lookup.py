@@ -42,6 +42,8 @@ _PARTS = "_modules"
 """Where a torch module has the modules in it."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
           "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # fmt: skip
+_PARAMETERS = "_parameters"
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _STEP_HOOKS = "_optimizer_step_pre_hooks"
 _COMM_HOOKS = "_comm_hooks"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -127,9 +129,16 @@ def parts_of(value: Any) -> Mapping[str, Any]:
 
 
 def hooks_of(module: Any) -> list[CalledFunction]:
-    """What the user has hung on a torch module or an optimizer; a communication hook with the state that it gets."""
+    """What the user has hung on a torch module, its parameters, or an optimizer; a communication hook with the state
+    that it gets.
+    """
     own = attributes_of(module)
     hung = [hook for name in _HOOKS if type(own.get(name)) in (dict, OrderedDict) for hook in own[name].values()]
+    parameters = own.get(_PARAMETERS)
+    for parameter in parameters.values() if type(parameters) is dict else ():
+        for descriptor in (held(type(parameter), name) for name in _PARAMETER_HOOKS):
+            hooks: Any = descriptor.__get__(parameter) if type(descriptor) is GetSetDescriptorType else None
+            hung += hooks.values() if isinstance_past(hooks, (dict,)) else ()
     found = [called for hook in hung for called in functions_of(hook)]
     for hook, state in own.get(_COMM_HOOKS, ()):
         found += [

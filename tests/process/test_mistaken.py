@@ -115,6 +115,13 @@ def test_a_process_group_that_is_made_in_the_loop_is_told_once(tmp_path: Path) -
     assert run.err.count("makes a process group in the Session's loop") == 1, run.explain()
 
 
+def test_a_child_of_the_loop_that_ends_is_not_the_rank(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "mistaken.py", "forks", "9", ranks=2, flags=("--faults", "kill rank=1 step=6"))
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 1
+    assert len(run.of("session_end")) == 2, run.explain()
+
+
 @pytest.mark.parametrize("loops", ["epochs", "phases"])
 def test_a_process_that_begins_in_another_of_the_scripts_loops_says_so(tmp_path: Path, loops: str) -> None:
     """It is through with its own when the others are: the job ends well all the same."""

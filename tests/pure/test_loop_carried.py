@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import heapq
@@ -21,7 +22,16 @@ import pytest
 from resilient_train import script_place
 from resilient_train.errors import ConfigError
 from resilient_train.session import loop_carried as loop_carried_module
-from resilient_train.session.loop_carried import LoopCarried, body_carried, given_names, leaves_out, loop_carried
+from resilient_train.session.loop_carried import (
+    LoopCarried,
+    _Flow,
+    _Registered,
+    _Scope,
+    body_carried,
+    given_names,
+    leaves_out,
+    loop_carried,
+)
 from resilient_train.session.metrics import check_metrics
 from resilient_train.session.static_lookup import Texts
 
@@ -549,7 +559,11 @@ def test_a_body_that_is_given_to_a_session() -> None:
     assert found.place == f"{__file__}:{Trainer.body.__code__.co_firstlineno}"
     assert body_carried(trainer.body, (trainer,)) is None, "registered"
     assert body_carried(print, ()) is None
-    assert body_carried(lambda: trainer.body(1), ()) is None, "a lambda has no text of its own"
+    found = body_carried(lambda: trainer.body(1), ())
+    assert found
+    assert found.names == ("self.ema in Trainer.average",)
+    two = (lambda: trainer.body(1)), (lambda: 1)
+    assert body_carried(two[0], ()) is None, "which of them it is nobody knows"
 
 
 class Lit(Cell):
@@ -771,6 +785,28 @@ class Scaled:
         self.count += value
 
 
+class Weighted(Scaled):
+    """Only its base counts."""
+
+    def update(self, value: float) -> None:
+        super().update(2 * value)
+
+
+def test_loops_in_loops_take_no_time() -> None:
+    """Of objects of one class one is enough; of many classes there is an end."""
+    kinds = [type(f"Kind{number}", (Scaled,), {}) for number in range(16)]
+    lines = ["for step in session_steps():", *(f"{' ' * deep}for t{deep} in terms:" for deep in range(1, 9))]
+    source = "\n".join([*lines, f"{' ' * 9}t8.update(1.0)\n"])
+    for terms in ([Scaled() for _ in range(16)], [kind() for kind in kinds]):
+        registered = _Registered((), (), ())
+        flow = _Flow(_Scope((lambda: 0).__code__, {}, {"terms": terms}), registered, Texts())
+        loop = ast.parse(source).body[0]
+        assert isinstance(loop, ast.For)
+        flow.run_loop(loop)
+        assert flow.carried() == ["self.count in Scaled.update"]
+        assert flow._statements < 50_000, "a power of 16"
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -787,6 +823,16 @@ class Scaled:
         ("terms = [Scaled()]\n    for t in terms: t.weight *= 0.9", ""),
         ("for t in known.kept: t.update(1.0)", ""),
         ("for t in table: t.lower()", ""),
+        ("for name, t, w in rows: w * t(1.0)", "self.scale in Scaled.__call__"),
+        ("for key, (t, w) in pairs.items(): t.update(w)", "self.count in Scaled.update"),
+        ("for t in handlers['a']: t(1.0)", "self.scale in Scaled.__call__"),
+        ("for t in handlers.get(key, ()): t(1.0)", "self.scale in Scaled.__call__"),
+        ("t = terms[step % 2]\n    t(1.0)", "self.scale in Scaled.__call__"),
+        ("t = terms[0] if step > 2 else terms[1]\n    t.update(1.0)", "self.count in Scaled.update"),
+        ("table.get('a').update(1.0)", "self.count in Scaled.update"),
+        ("getattr(terms[0], 'up' + 'date')(1.0)", "self.count in Scaled.update"),
+        ("list(map(terms[0].update, [1.0]))", "self.count in Scaled.update"),
+        ("mine.update(1.0)", "self.count in Scaled.update"),
         ("loss = [table for table in terms]\n    table['a'].update(1.0)", "self.count in Scaled.update"),
         ("t = terms[0]\n    t.update(1.0)", "self.count in Scaled.update"),
         ("t = Scaled()\n    t.update(1.0)", ""),
@@ -795,6 +841,8 @@ class Scaled:
 def test_objects_in_lists_and_dicts(body: str, expected: str) -> None:
     """Terms of a loss, callbacks, tasks: those that are there when the text is read."""
     values = {**names(), "terms": [Scaled(), Scaled()], "table": {"a": Scaled()}, "key": "a", "Scaled": Scaled}
+    values |= {"rows": [("a", Scaled(), 0.5)], "pairs": {"a": (Scaled(), 0.5)}, "handlers": {"a": [Scaled()]}}
+    values |= {"mine": Weighted()}
     values["known"].kept[:] = [Scaled()]
     found = carried(f"for step in session_steps():\n    {body}\n", values)
     assert (found.names if found else ()) == ((expected,) if expected else ())
@@ -894,8 +942,9 @@ def test_what_holds_millions_is_not_read_through(monkeypatch: pytest.MonkeyPatch
 
 
 def test_of_many_some_are_told() -> None:
-    told = LoopCarried(tuple("abcdefgh"), "train.py:7").told()
-    assert told.startswith("the code at train.py:7 keeps a, b, c, d, e, f and 2 more from step to step")
+    told = LoopCarried(tuple("abcdefghijklmnopqrstuv"), "train.py:7").told()
+    assert told.startswith("the code at train.py:7 keeps a, b, c, ")
+    assert ", s, t and 2 more (in events.jsonl) from step to step" in told
     assert "keeps a, b from" in LoopCarried(("a", "b"), "x").told()
 
 

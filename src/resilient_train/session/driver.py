@@ -9,6 +9,7 @@ A DeviceError anywhere means that the device does not do what a recovery needs: 
 from __future__ import annotations
 
 import atexit
+import os
 import socket
 import textwrap
 import time
@@ -151,6 +152,7 @@ class Driver:
         limits: AnomalyLimits,
         skips: bool,
     ) -> None:
+        self._pid = os.getpid()
         settings, switches = config.read_settings(), config.read_switches()
         self._engine, self._cursor, self._objects, self._replicas = engine, cursor, objects, replicas
         self._link = link = Link(agent)
@@ -318,7 +320,7 @@ class Driver:
         self._event("other_data", {"arguments": True})
         say_aside(
             f"rank {self._link.rank}: a body of session.call has written into its arguments, and step "
-            f"{self._rank.number} runs again with what it has left there: the bits will not be those of the "
+            f"{self._rank.number} runs again with what it has left there: the bits may not be those of the "
             "undisturbed run; let it work on a copy (docs/how-to/trainers.md)"
         )
 
@@ -335,6 +337,11 @@ class Driver:
         self._step = None
         self._step = self._next(total) if self._begun else self._begin(total, start)
         return self._step
+
+    @property
+    def _is_fork(self) -> bool:
+        """A child that the script has forked in the loop: the rank goes on without it, whatever it comes to."""
+        return os.getpid() != self._pid
 
     @property
     def begun(self) -> bool:
@@ -449,6 +456,8 @@ class Driver:
 
     def leave(self, step: Step, error: BaseException | None) -> bool:  # noqa: ARG002 - a Body is asked so
         """The body ended. True: the step will run again."""
+        if self._is_fork:
+            return False
         if self._stop_delivery.interrupt.armed:
             self._stop_delivery.interrupt.disarm()
         self._clock.stop()
@@ -511,6 +520,8 @@ class Driver:
 
         A ``sys.exit(0)`` all ranks may have agreed on.
         """
+        if self._is_fork:
+            return
         finish = error is None
         try:
             if isinstance(error, SystemExit) and error.code in (None, 0) and self._rank.leavable:
@@ -1332,6 +1343,8 @@ class Driver:
 
     def outlive_behind(self, error: BaseException | None) -> None:
         """``outlive`` for what was raised behind the body: one that was cut may not have bound all names."""
+        if self._is_fork:
+            return
         self.outlive(error)
         if isinstance(error, NameError) and self._rank.redoable:
             told = (
@@ -1364,7 +1377,7 @@ class Driver:
         ``for_another``: an exception is under way already. What fails here is only told, or it would take its place.
         """
         atexit.unregister(self._release)
-        if self._released:
+        if self._released or self._is_fork:
             return
         self._released = True
         first: BaseException | None = None

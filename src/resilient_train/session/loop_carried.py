@@ -40,13 +40,14 @@ from resilient_train.session.static_lookup import (
     hooks_of,
     is_class,
     isinstance_past,
+    methods_of,
     moves_when_used,
     reached_from,
     steps_of,
     variables,
 )
 
-_TOLD = 6
+_TOLD = 20
 _CALLS_MAX = 500
 """Of functions that are followed; there is no end to what two that call each other do."""
 _PLAIN = (int, float, complex, bool, str, bytes, tuple, list, dict, set, frozenset, deque)
@@ -60,13 +61,18 @@ _OF_ARRAYS = ("add_", "__array_interface__")
 """What tensors of torch's, and arrays of NumPy's, have."""
 _ELEMENTS = 16
 """Of a list of objects that are called or changed: their classes are few."""
+_STATEMENTS_MAX = 5000
+"""Behind so many a ``for`` is read once: loops in loops over objects of many classes."""
 _LOOKED_AT = 2000
 """Objects in a container: 10 us each."""
 _CHANGES = ("append", "appendleft", "extend", "extendleft", "insert", "add", "update", "remove", "discard", "clear",
             "rotate", "reverse", "sort", "put", "itemset", "partition")  # fmt: skip
 _CONTAINERS = (list, dict, set, deque)
-_ANEW = ("clear", "zero_", "fill_", "copy_", "fill")
+_ANEW = ("clear", "zero_", "fill_", "copy_", "fill", "normal_", "uniform_", "bernoulli_", "random_",
+         "exponential_")  # fmt: skip
 """What was in it before is gone."""
+_SEEDS = ("seed", "manual_seed")
+"""And so it is of a generator of random numbers."""
 _VIEWS = ("data", "T", "mT", "H", "real", "imag", "detach", "view", "view_as", "flatten", "squeeze", "unsqueeze", "t",
           "transpose", "permute", "narrow", "select")  # fmt: skip
 """Of a tensor: what is written there is written to it."""
@@ -99,7 +105,8 @@ class LoopCarried(NamedTuple):
 
     def told(self) -> str:
         """For people, whose training may not care."""
-        some = ", ".join(self.names[:_TOLD]) + (f" and {len(self.names) - _TOLD} more" if self.names[_TOLD:] else "")
+        some, left = ", ".join(self.names[:_TOLD]), len(self.names[_TOLD:])
+        some += f" and {left} more (in events.jsonl)" if left else ""
         return (
             f"the code at {self.place} keeps {some} from step to step, and the Session does not know of it: a process "
             "that takes a rank's place begins anew there, and a step that runs again changes it twice. If the training "
@@ -290,7 +297,10 @@ class _Registered:
         # What a registered object holds is its own, also where the loop has another name for it.
         known += [part for each in known for part in attributes_of(each).values() if _can_change(part)]
         # And what of an object comes back is its own, all of it.
-        known += [each for part, names in settled for each in (held(part, name) for name in names) if _can_change(each)]
+        given = [each for part, names in settled for each in (held(part, name) for name in names)]
+        known += [each for each in given if _can_change(each) or _is_object(each)]
+        dicts = [each for each in given if isinstance_past(each, (dict,))]
+        known += [value for each in dicts for value in dict.values(each) if _is_object(value)]
         self._kept = [*known, *(part for part, _ in settled)]  # or an id may become another's
         self.read = set[int]()
         """Elsewhere."""
@@ -338,6 +348,7 @@ class _Scope:
 
     def __init__(self, code: CodeType, names: dict[str, Any], values: dict[str, Any]) -> None:
         self.globals, self.values, self.where = names, values, ""
+        self.first = code.co_varnames[0] if code.co_argcount else ""
         its_own = (*code.co_varnames, *code.co_cellvars, *code.co_freevars) if code.co_flags & CO_OPTIMIZED else ()
         self._holders = dict.fromkeys(its_own, id(self))
 
@@ -375,6 +386,13 @@ class _Scope:
             return self._holders.get(first, id(self.globals)), name
         return id(known[-1]), ".".join(others[len(known) - 1 :])
 
+    def of_bases(self, verb: str) -> list[CalledFunction]:
+        """What ``super().verb`` is in this method."""
+        owner, kind = self.values.get(self.first, UNKNOWN), self.values.get("__class__", UNKNOWN)
+        kinds = [*type(owner).__mro__] if owner is not UNKNOWN else []
+        behind = kinds[kinds.index(kind) + 1 :] if kind in kinds else []
+        return next((functions_of(vars(each)[verb], owner) for each in behind if verb in vars(each)), [])
+
     def is_whole(self, name: str) -> bool:
         """Whether it is known what the whole name stands for."""
         return len(self.path(name)) == len(_parts(name))
@@ -405,6 +423,8 @@ class _Flow:
         self._scope, self._registered, self._texts = scope, registered, texts
         self._handed = handed or {}
         """To the outermost function."""
+        self._statements = 0
+        """Read so far."""
         self.behind: set[str] = set()
         """Names that are read when the loop is over."""
         self._first: dict[Key, str] = {}
@@ -427,6 +447,8 @@ class _Flow:
         """Variables of this pass that are tensors of before, or in containers of before."""
         self._bound = set[Key]()
         """Variables of this pass that are other objects of before, which their scope has."""
+        self._may_be: dict[Key, list[Any]] = {}
+        """Variables of this pass that are one of these."""
         self._set: dict[Key, str] = {}
         """Attributes that it sets, of objects that others read: torch's own modules, and what a loader reaches."""
 
@@ -461,6 +483,7 @@ class _Flow:
         return all(self._statement(each) for each in body)
 
     def _statement(self, node: ast.stmt) -> bool:
+        self._statements += 1
         match node:
             case ast.Assign():
                 self._read(node.value)
@@ -592,52 +615,56 @@ class _Flow:
             self._read(child)
 
     def _for_each(self, target: ast.AST, iterable: ast.AST, run: Callable[[], object]) -> None:
-        """What a ``for`` does: once for each object of the user's that it is known to go through, else once."""
-        known = self._elements(target, iterable)
-        if not known:
+        """What a ``for`` does: once for each kind of object that it is known to go through, else once."""
+        known = [bound for row in self._rows(iterable) if (bound := _bindings(target, row))]
+        kinds = {tuple(map(_kind, bound.values())): bound for bound in known}
+        if not kinds or self._statements > _STATEMENTS_MAX:
             run()  # once at least: parts of a batch, as a rule
             return
-        before = {name: self._scope.values.get(name, UNKNOWN) for name in known[0]}
-        for bound in known:
+        before = {name: self._scope.values.get(name, UNKNOWN) for bound in kinds.values() for name in bound}
+        for bound in kinds.values():
             self._bind(bound)
             run()
         self._scope.values.update(before)
-        self._bound -= {self._scope.key(name) for name in known[0]}
+        self._bound -= {self._scope.key(name) for name in before}
 
     def _bind(self, variables: Mapping[str, Any]) -> None:
         self._scope.values.update(variables)
         self._bound |= {self._scope.key(name) for name in variables}
 
-    def _elements(self, target: ast.AST, iterable: ast.AST) -> list[dict[str, Any]]:
-        """What the variables of ``target`` are in turn, where that is known, and no mere data."""
-        match target, iterable:
-            case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Name(id="enumerate"), args=[of, *_]):
-                return self._elements(part, of)
-            case ast.Tuple(elts=parts), ast.Call(func=ast.Name(id="zip"), args=each):
-                in_turn = [self._elements(*pair) for pair in zip(parts, each, strict=False)]
-                rows = zip(*filter(None, in_turn), strict=False)
-                return [{name: value for bound in row for name, value in bound.items()} for row in rows]
-            case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Attribute(value=of, attr="items")):
-                return [{part.id: value} for value in self._objects_in(of)] if isinstance(part, ast.Name) else []
-            case ast.Name(id=name), ast.Call(func=ast.Attribute(value=of, attr="values")):
-                return [{name: value} for value in self._objects_in(of)]
-            case ast.Name(), ast.Call(func=ast.Name(id=kind), args=[of, *_]) if kind in _ITERABLES:
-                return self._elements(target, of)
-            case ast.Name(id=name), _:
-                return [{name: value} for value in self._objects_in(iterable, dicts=False)]
-        return []
+    def _rows(self, iterable: ast.AST) -> list[Any]:
+        """What a loop over it goes through, as far as that is known; UNKNOWN for what is not."""
+        match iterable:
+            case ast.Call(func=ast.Name(id="enumerate"), args=[of, *_]):
+                return [(UNKNOWN, row) for row in self._rows(of)]
+            case ast.Call(func=ast.Name(id="zip"), args=each):
+                columns = [self._rows(one) for one in each]
+                length = max(map(len, columns), default=0)
+                return [*zip(*(column or [UNKNOWN] * length for column in columns), strict=False)]
+            case ast.Call(func=ast.Attribute(value=of, attr="items")):
+                return [(UNKNOWN, value) for value in self._held_in(of)]
+            case ast.Call(func=ast.Attribute(value=of, attr="values")):
+                return self._held_in(of)
+            case ast.Call(func=ast.Name(id=kind), args=[of, *_]) if kind in _ITERABLES:
+                return self._rows(of)
+            case ast.Subscript(value=of) | ast.Call(func=ast.Attribute(value=of, attr="get")):  # of handlers, by event
+                lists = [each for each in self._held_in(of) if type(each) in (list, tuple)]
+                return [value for each in lists for value in each][:_ELEMENTS] or self._held_in(iterable, dicts=False)
+        return self._held_in(iterable, dicts=False)
 
-    def _objects_in(self, node: ast.AST, *, dicts: bool = True) -> list[Any]:
-        """What a list, a tuple or a dict of before has in it, if that is objects of the user's."""
+    def _held_in(self, node: ast.AST, *, dicts: bool = True) -> list[Any]:
+        """What a list, a tuple or a dict of before has in it."""
         name = _name_of(node)
         path = self._scope.path(name) if name else []
         if not path or len(path) < len(_parts(name)) or self._is_sure(name) or self._registered.has(path, name):
             return []
         if isinstance_past(path[-1], (dict,)):
-            values = [*islice(dict.values(path[-1]), _ELEMENTS)] if dicts else []
-        else:
-            values = [*islice(path[-1], _ELEMENTS)] if type(path[-1]) in (list, tuple) else []
-        return [each for each in values if each is not None and not _is_plain(each)]
+            return [*islice(dict.values(path[-1]), _ELEMENTS)] if dicts else []
+        return [*islice(path[-1], _ELEMENTS)] if type(path[-1]) in (list, tuple, set, deque) else []
+
+    def _objects_in(self, node: ast.AST) -> list[Any]:
+        """The objects of the user's among it, one of each kind."""
+        return [*{_kind(each): each for each in self._held_in(node) if _is_object(each)}.values()]
 
     def _reads(self, name: str) -> None:
         """``a.b`` reads ``a`` as well."""
@@ -660,12 +687,31 @@ class _Flow:
     def _assign(self, targets: Iterable[ast.AST], value: ast.AST) -> None:
         """And what they stand for then."""
         standing = {key: each for target in targets for key, each in self._standing(target, value).items()}
-        name = _name_of(value)
-        path = self._scope.path(name) if name and not self._is_sure(name) and self._scope.is_whole(name) else []
+        one, some = self._known(value), self._one_of(value)
         self._write(*targets)
         self._stands_for.update(standing)
-        if path and not _is_plain(path[-1]):
-            self._bind({target.id: path[-1] for target in targets if isinstance(target, ast.Name)})
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        if one is not UNKNOWN:
+            self._bind(dict.fromkeys(names, one))
+        elif some:
+            self._may_be.update({self._scope.key(name): some for name in names})
+
+    def _known(self, node: ast.AST) -> Any:
+        """The object of before that an expression is."""
+        name = _name_of(node)
+        path = self._scope.path(name) if name and not self._is_sure(name) and self._scope.is_whole(name) else []
+        return path[-1] if path and _is_object(path[-1]) else UNKNOWN
+
+    def _one_of(self, node: ast.AST) -> list[Any]:
+        """The objects of before of which an expression is one."""
+        match node:
+            case ast.IfExp(body=one, orelse=other):
+                return [each for each in map(self._known, (one, other)) if each is not UNKNOWN]
+            case ast.Subscript(value=of) | ast.Call(func=ast.Attribute(value=of, attr="get")):
+                return self._objects_in(of)
+            case ast.Name(id=name):
+                return self._may_be.get(self._scope.key(name), [])
+        return []
 
     def _standing(self, target: ast.AST, value: ast.AST) -> dict[Key, Stored]:
         """Variables that are what ``value`` is, or something in it, if that is an array, or holds some."""
@@ -749,6 +795,7 @@ class _Flow:
         self._written.add(key)
         self._sure.add(key)
         self._bound.discard(key)
+        self._may_be.pop(key, None)
         self._stands_for.pop(key, None)
 
     def _is_read_by_others(self, attribute: str) -> bool:
@@ -790,6 +837,8 @@ class _Flow:
 
     def _begins_anew(self, method: ast.Attribute) -> bool:
         name = self._written_by(method.value)
+        if method.attr in _SEEDS:
+            return bool(name)
         return method.attr in _ANEW and "[" not in name and bool(self._kept_in(name))
 
     def _fills(self, method: ast.Attribute) -> bool:
@@ -827,12 +876,16 @@ class _Flow:
                     self._reads(entry)
         known = bool(name) and scope.is_whole(name)
         match node.func:
-            case ast.Subscript(value=of) if not known:
-                for each in self._objects_in(of):
-                    self.follow(functions_of(each), node)
-            case ast.Attribute(value=ast.Subscript(value=of), attr=verb) if not known:
-                for each in self._objects_in(of):
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="super"), args=[]), attr=verb):
+                self.follow(scope.of_bases(verb), node)
+            case ast.Call(func=ast.Name(id="getattr"), args=[of, *_]) if not known:
+                self.follow(methods_of(self._known(of)))
+            case ast.Attribute(value=of, attr=verb) if not known or self._is_sure(name):
+                for each in self._one_of(of):
                     self.follow(functions_of(held(each, verb), each), node)
+            case ast.Name() | ast.Subscript() if not known or self._is_sure(name):
+                for each in self._one_of(node.func):
+                    self.follow(functions_of(each), node)
         if known:
             *around, value = scope.path(name)
             owner = around[-1] if around else UNKNOWN
@@ -851,8 +904,9 @@ class _Flow:
         for argument in (*node.args, *(each.value for each in node.keywords)):  # an optimizer's closure, for instance
             given = _name_of(argument)
             if given and scope.is_whole(given):
-                value = scope.path(given)[-1]
-                self.follow(functions_of(value) if type(value) in FUNCTIONS else ())
+                *around, value = scope.path(given)
+                owner = around[-1] if around else UNKNOWN
+                self.follow(functions_of(value, owner) if type(value) in FUNCTIONS else ())
                 self.follow(steps_of(value) if name.endswith(".step") else ())  # a scaler's
 
     def follow(self, called: Iterable[CalledFunction], node: ast.Call | None = None) -> None:
@@ -897,6 +951,25 @@ class _Flow:
             if name and self._scope.is_whole(name) and not self._is_sure(name):
                 given[parameter] = self._scope.path(name)[-1]
         return given
+
+
+def _bindings(target: ast.AST, value: Any) -> dict[str, Any]:
+    """The variables of ``target`` that are objects of the user's, where it is given ``value``."""
+    match target:
+        case ast.Name(id=name) if _is_object(value):
+            return {name: value}
+        case ast.Tuple(elts=parts) | ast.List(elts=parts) if type(value) in (tuple, list) and len(value) == len(parts):
+            return {key: each for pair in zip(parts, value, strict=True) for key, each in _bindings(*pair).items()}
+    return {}
+
+
+def _is_object(value: Any) -> bool:
+    return value is not None and value is not UNKNOWN and not _is_plain(value)
+
+
+def _kind(value: Any) -> object:
+    """Two of one kind run the same text."""
+    return type(value), *(each.function.__code__ for each in functions_of(value))
 
 
 def _is_whole(part: ast.expr) -> bool:

@@ -226,6 +226,13 @@ def bare(value: Any, owner: Any) -> tuple[Any, Any]:
     return value, owner
 
 
+def methods_of(value: Any) -> list[CalledFunction]:
+    """Those of the user's that one can call by name."""
+    kinds = reversed(_ORDER.__get__(type(value))) if value is not UNKNOWN else ()
+    named = {name: each for kind in kinds for name, each in _HELD.__get__(kind).items() if name[:2] != "__"}
+    return [called for each in named.values() if type(each) is FunctionType for called in functions_of(each, value)]
+
+
 def steps_of(value: Any) -> list[CalledFunction]:
     """What of the user's runs when an optimizer steps; none if it is no optimizer."""
     if held(value, _STEP_HOOKS) is UNKNOWN:
@@ -263,10 +270,21 @@ class Texts:
     def function(self, code: CodeType, names: Mapping[str, Any]) -> Function | None:
         """The definition of that function. None: it is no function, or its text is not to be found."""
         tree, path = self.tree(code, names), code.co_filename
+        if code.co_name == "<lambda>":
+            return _lambda_at(tree, code.co_firstlineno) if tree is not None else None
         if path not in self._functions:
             every: Iterable[ast.AST] = ast.walk(tree) if tree is not None else ()
             self._functions[path] = [each for each in every if isinstance(each, Function)]
         return next((each for each in self._functions[path] if _is_of(code, each)), None)
+
+
+def _lambda_at(tree: ast.Module, line: int) -> Function | None:
+    """As a function that returns what it says; None where the line has several."""
+    there = [each for each in ast.walk(tree) if isinstance(each, ast.Lambda) and each.lineno == line]
+    if len(there) != 1:
+        return None
+    body: list[ast.stmt] = [ast.Return(value=there[0].body)]
+    return ast.FunctionDef(name="<lambda>", args=there[0].args, body=body, decorator_list=[])
 
 
 def _parse(text: str) -> ast.Module | None:

@@ -9,11 +9,13 @@ is alike belongs. ``carries``: a message that is sent in one step and received i
 and entered again each four steps, and what it is in counts; ``phases``: likewise, over one iterator.
 ``other-module``: in step ``--at`` another activation is put in the first one's place, and a gradient gets a hook.
 ``hook-once``: from step ``--at`` on a layer has one. ``group``: each fourth step makes a process group.
+``forks``: a child of the loop's ends by an exception.
 """
 
 import argparse
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +101,12 @@ with rt.Session(model=model, optimizer=registered, state=state) as session:
         with step:
             if mode == "group" and step.number % 4 == 0:
                 dist.destroy_process_group(dist.new_group([0, 1]))
+            if mode == "forks" and step.number == 3:
+                child = os.fork()
+                if child == 0:
+                    sys.excepthook = lambda *_: os._exit(9)  # torch's threads are not there to be ended
+                    raise RuntimeError("the child's own")
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
             if mode == "hook-once" and step.number >= asked.at and handle is None:
                 handle = core[0].register_forward_hook(lambda _module, _given, output: output * 1.5)
             if mode != "ahead":

@@ -833,6 +833,9 @@ def test_loops_in_loops_take_no_time() -> None:
         ("getattr(terms[0], 'up' + 'date')(1.0)", "self.count in Scaled.update"),
         ("list(map(terms[0].update, [1.0]))", "self.count in Scaled.update"),
         ("mine.update(1.0)", "self.count in Scaled.update"),
+        ("drawn.seed(step)\n    drawn.random()", ""),
+        ("drawn.random()\n    drawn.seed(step)", "drawn"),
+        ("random.random()\n    random.seed(step)", ""),
         ("loss = [table for table in terms]\n    table['a'].update(1.0)", "self.count in Scaled.update"),
         ("t = terms[0]\n    t.update(1.0)", "self.count in Scaled.update"),
         ("t = Scaled()\n    t.update(1.0)", ""),
@@ -842,7 +845,7 @@ def test_objects_in_lists_and_dicts(body: str, expected: str) -> None:
     """Terms of a loss, callbacks, tasks: those that are there when the text is read."""
     values = {**names(), "terms": [Scaled(), Scaled()], "table": {"a": Scaled()}, "key": "a", "Scaled": Scaled}
     values |= {"rows": [("a", Scaled(), 0.5)], "pairs": {"a": (Scaled(), 0.5)}, "handlers": {"a": [Scaled()]}}
-    values |= {"mine": Weighted()}
+    values |= {"mine": Weighted(), "drawn": random.Random(0), "random": random}
     values["known"].kept[:] = [Scaled()]
     found = carried(f"for step in session_steps():\n    {body}\n", values)
     assert (found.names if found else ()) == ((expected,) if expected else ())

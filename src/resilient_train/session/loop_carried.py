@@ -37,6 +37,7 @@ from resilient_train.session.static_lookup import (
     counts_for_itself,
     functions_of,
     held,
+    held_behind,
     hooks_of,
     is_class,
     isinstance_past,
@@ -389,9 +390,7 @@ class _Scope:
     def of_bases(self, verb: str) -> list[CalledFunction]:
         """What ``super().verb`` is in this method."""
         owner, kind = self.values.get(self.first, UNKNOWN), self.values.get("__class__", UNKNOWN)
-        kinds = [*type(owner).__mro__] if owner is not UNKNOWN else []
-        behind = kinds[kinds.index(kind) + 1 :] if kind in kinds else []
-        return next((functions_of(vars(each)[verb], owner) for each in behind if verb in vars(each)), [])
+        return functions_of(held_behind(owner, kind, verb), owner)
 
     def is_whole(self, name: str) -> bool:
         """Whether it is known what the whole name stands for."""
@@ -838,7 +837,8 @@ class _Flow:
     def _begins_anew(self, method: ast.Attribute) -> bool:
         name = self._written_by(method.value)
         if method.attr in _SEEDS:
-            return bool(name)
+            path = self._scope.path(name) if name else []
+            return bool(path) and len(path) == len(_parts(name)) and moves_when_used(path[-1])
         return method.attr in _ANEW and "[" not in name and bool(self._kept_in(name))
 
     def _fills(self, method: ast.Attribute) -> bool:

@@ -99,6 +99,14 @@ def held(value: Any, attribute: str) -> Any:
     return parts_of(value).get(attribute, UNKNOWN) if of_class is UNKNOWN else of_class
 
 
+def held_behind(value: Any, kind: Any, attribute: str) -> Any:
+    """As it lies in the first class of its that comes behind ``kind`` and has it."""
+    kinds = _ORDER.__get__(type(value))
+    place = next((number for number, each in enumerate(kinds) if each is kind), len(kinds))
+    behind = map(_HELD.__get__, kinds[place + 1 :])
+    return next((each[attribute] for each in behind if attribute in each), UNKNOWN)
+
+
 def isinstance_past(value: Any, kinds: tuple[type, ...]) -> bool:
     """``isinstance``, past what a proxy says of its class."""
     return any(base is kind for base in _ORDER.__get__(type(value)) for kind in kinds)

@@ -2,7 +2,7 @@
 
 import io
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
@@ -365,6 +365,17 @@ class Kept:
         self.x = x
 
 
+class Counted(list[Any]):
+    """Of its items how many were taken."""
+
+    taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in super().__iter__():
+            self.taken += 1
+            yield each
+
+
 class Slots:
     """Without a dict."""
 
@@ -387,6 +398,10 @@ def test_a_look_tells_one_batch_from_another() -> None:
     for kind in (Kept, Slots, lambda x: SimpleNamespace(x=x), lambda x: SimpleNamespace(inner=[Kept(x)])):
         assert look(kind(batch)) == look(kind(batch.clone())) != look(kind(batch + 1)), kind
     assert look(Kept(Kept(batch))) == look(Kept(torch.nn.Linear(2, 2))) == b"", "what it knows need not be data"
+    many = Counted({"x": [number]} for number in range(10_000))
+    assert look(Kept(many)) == look(Kept(many)) != b""
+    assert many.taken <= 2 * 501, "a look is taken at each call"
+    assert look(many) != look(many[:-1]), "what a body is given itself is data"
     ring = SimpleNamespace(x=batch)
     ring.itself = ring
     assert look(ring) == look(SimpleNamespace(x=batch))

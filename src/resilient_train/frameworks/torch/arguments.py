@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from resilient_train.frameworks.torch.leaves import PLAIN
 
 _ELEMENTS = 64
 """Of each tensor, evenly spread: another batch has others."""
+_PARTS_MAX = 500
+"""Of an object: a batch has few, a list of all samples many."""
 _DATA = torch.Tensor, np.ndarray, torch.Generator, np.random.Generator, random.Random
 _NUMBERS = PLAIN | {complex}
 _ARRAYS = {
@@ -22,6 +25,25 @@ _ARRAYS = {
     *(torch.int8, torch.int16, torch.int32, torch.int64),
 }
 """NumPy has these too, and reads them in a fifth of the time."""
+
+
+class _Within:
+    """The objects of the user's that something is found in. They may know of much that is not looked at, each time."""
+
+    def __init__(self) -> None:
+        self.objects: list[object] = []
+        self._left = _PARTS_MAX
+
+    def has_room(self) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+    def leads_to(self, inner: object) -> bool:
+        """One is looked into once: what it knows in its turn need not be data (its loader)."""
+        leads = all(is_data(each) and each is not inner for each in self.objects)
+        if leads:
+            self.objects.append(inner)
+        return leads
 
 
 def look(tree: Any, variables: Iterable[Any] = (), *, plain: bool = True) -> bytes:
@@ -34,12 +56,13 @@ def look(tree: Any, variables: Iterable[Any] = (), *, plain: bool = True) -> byt
     are looked at.
     """
     data = (each for each in variables if isinstance(each, _DATA))
-    seen = b"".join(part for each in (tree, *data) for part in _seen(each, plain=plain, within=()))
+    seen = b"".join(part for each in (tree, *data) for part in _seen(each, plain=plain))
     return xxhash.xxh3_64_digest(seen) if seen else b""
 
 
-def _seen(tree: Any, *, plain: bool, within: tuple[object, ...]) -> Iterator[bytes]:
-    """``within``: the objects that it was found in."""
+def _seen(tree: Any, *, plain: bool, within: _Within | None = None) -> Iterator[bytes]:
+    if within is not None and not within.has_room():
+        return
     if isinstance(tree, torch.Tensor):
         if tree.is_nested:
             return
@@ -51,13 +74,13 @@ def _seen(tree: Any, *, plain: bool, within: tuple[object, ...]) -> Iterator[byt
         if tree.dtype != object:
             yield tree.reshape(-1)[:: max(1, tree.size // _ELEMENTS)].tobytes()
     elif isinstance(tree, Mapping):
-        for value in tree.values():
+        for value in islice(tree.values(), _PARTS_MAX if within else None):
             yield from _seen(value, plain=plain, within=within)
     elif isinstance(tree, (list, tuple)):
         if tree and type(tree[0]) in _NUMBERS:
             yield repr(tree[:_ELEMENTS]).encode(errors="surrogatepass") if plain else b""
             return
-        for value in tree:
+        for value in islice(tree, _PARTS_MAX if within else None):
             yield from _seen(value, plain=plain, within=within)
     elif plain and type(tree) in _NUMBERS:
         yield repr(tree).encode(errors="surrogatepass")
@@ -70,10 +93,11 @@ def _seen(tree: Any, *, plain: bool, within: tuple[object, ...]) -> Iterator[byt
     elif not isinstance(tree, NO_DATA) and not hasattr(tree, "state_dict"):
         inner = getattr(tree, "__dict__", None)
         values = [*slots_of(tree).values(), *(inner.values() if isinstance(inner, dict) else ())]
-        # One of the user's is looked into once: what it knows in its turn need not be data (its loader).
-        if values and all(is_data(each) and each is not tree for each in within):
+        within = within or _Within()
+        if values and within.leads_to(tree):
             for value in values:
-                yield from _seen(value, plain=plain, within=(*within, tree))
+                yield from _seen(value, plain=plain, within=within)
+            within.objects.pop()
 
 
 def _elements(tensor: torch.Tensor) -> bytes:

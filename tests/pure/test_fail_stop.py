@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from unittest.mock import MagicMock
 
 import pytest
@@ -78,6 +79,7 @@ def opened(parts: MagicMock) -> Session:
     """A Session whose loop has not begun, made of these parts."""
     parts.link.rank = 3
     driver = Driver.__new__(Driver)
+    driver._pid = os.getpid()
     driver._released = driver._begun = driver._told_end = False
     driver._engine, driver._device, driver.saving = parts, parts.errors, parts.saving
     for name in ("pulse", "verification", "stop_delivery", "records", "trace", "sink", "injector", "link"):

@@ -63,6 +63,27 @@ def test_an_object_that_goes_along() -> None:
     assert again.lasting(BodyCall(print, (settings,), {})) == {}
 
 
+class Items(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError("whole numbers only")
+
+
+def test_a_list_of_the_users_own() -> None:
+    again, state = GivenAgain(), torch.ones(2)
+    again.end(BodyCall(body, (Items([state]),), {}), Items([state]))
+    again.begin(BodyCall(body, (Items([state]),), {}))
+    assert again.results
+
+
+def test_what_is_large_or_nested_is_not_kept_alive() -> None:
+    again, batch = GivenAgain(), torch.ones(3)
+    kept = weakref.ref(batch)
+    again.end(BodyCall(body, ({"x": [batch], "y": [0.5] * 100}, [0.5] * 100 + [batch]), {}), None)
+    del batch
+    gc.collect()
+    assert kept() is None
+
+
 def test_nothing_is_kept_alive() -> None:
     again, batch, logits = GivenAgain(), torch.ones(3), torch.ones(4)
     kept = weakref.ref(batch), weakref.ref(logits)

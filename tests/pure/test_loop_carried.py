@@ -632,11 +632,11 @@ class Counted:
 
 
 def test_what_the_text_of_a_state_dict_names() -> None:
-    assert given_names(Bandit()) == {"weights"}
-    assert [given_names(kind()) for kind in (Every, More, Asks, Thing, dict)] == [None] * 5
+    assert given_names(Bandit(), Texts()) == {"weights"}
+    assert [given_names(kind(), Texts()) for kind in (Every, More, Asks, Thing, dict)] == [None] * 5
     bandit = Bandit()
     for settled, expected in (
-        ([(bandit, given_names(bandit))], ("self.draws in Bandit.draw", "self.rng in Bandit.draw")),
+        ([(bandit, given_names(bandit, Texts()))], ("self.draws in Bandit.draw", "self.rng in Bandit.draw")),
         ([(bandit, {"weights", "draws", "rng"})], ()),
     ):
 

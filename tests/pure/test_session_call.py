@@ -358,11 +358,43 @@ def test_without_an_agent_bodies_are_called() -> None:
             session.call(print)
 
 
+class Batches:
+    """A trainer that gives its own batches."""
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        return 1
+
+    def step(self, x: int) -> int:
+        return x
+
+
+def test_a_generator_is_no_body_and_a_method_of_what_can_be_gone_through_is() -> None:
+    generator = (each for each in range(3))
+    with pytest.raises(UsageError, match=r"session\.call hands a generator to its body"):
+        KeptCall(BodyCall(generator.send, (None,), {}), look)
+    assert KeptCall(BodyCall(Batches().step, (3,), {}), lambda *_, plain: b"").make() == 3
+
+
 class Kept:
     """An object of the user's."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
+
+
+class Strict:
+    """Has what it has, and raises what it likes for the rest."""
+
+    __slots__ = ("unset", "x")
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
 
 
 class Counted(list[Any]):
@@ -395,7 +427,7 @@ def test_a_look_tells_one_batch_from_another() -> None:
     assert look((torch.zeros(0), torch.tensor(1.0), torch.randn(3).bfloat16(), torch.ones(2, 3).t())) != b""
     assert look({"n": 3, "of": ["words", None]}) != look({"n": 4, "of": ["words", None]})
     assert look({"n": 3, "of": ["words", None]}, plain=False) == look(object()) == look([]) == b""
-    for kind in (Kept, Slots, lambda x: SimpleNamespace(x=x), lambda x: SimpleNamespace(inner=[Kept(x)])):
+    for kind in (Kept, Slots, Strict, lambda x: SimpleNamespace(x=x), lambda x: SimpleNamespace(inner=[Kept(x)])):
         assert look(kind(batch)) == look(kind(batch.clone())) != look(kind(batch + 1)), kind
     assert look(Kept(Kept(batch))) == look(Kept(torch.nn.Linear(2, 2))) == b"", "what it knows need not be data"
     many = Counted({"x": [number]} for number in range(10_000))

@@ -80,6 +80,7 @@ from resilient_train.session.rank_trace import RankTrace
 from resilient_train.session.rebuild import build_groups
 from resilient_train.session.replica_comparison import Comparison
 from resilient_train.session.saving import Saving
+from resilient_train.session.static_lookup import Texts
 from resilient_train.session.step import Step, Steps
 from resilient_train.session.stop_delivery import StopDelivery
 
@@ -276,7 +277,8 @@ class Driver:
         ours = (*objects.schedulers, objects.scaler, *self._cursor.sources())
         registered = [*objects.extra.values(), *objects.rank_extra.values()]
         try:
-            partly = [(each, names) for each in registered if (names := given_names(each)) is not None]
+            texts = Texts()
+            partly = [(each, names) for each in registered if (names := given_names(each, texts)) is not None]
             partly += [(each, _OF_OPTIMIZERS) for each in objects.optimizers]
             loose = [*(each for each in registered if leaves_out(each)), *(each for each, _ in partly)]
             whole = [each for each in registered if not any(each is one for one in loose)]
@@ -286,11 +288,14 @@ class Driver:
             settled = [*self._engine.window.settled(), *partly]
             of_models, loaders = ((*objects.models, *loose), settled), [self._cursor.loader]
             users = call is None or script_place.is_users(frame.f_code.co_filename)
-            found = loop_carried(frame, known, *of_models, loaders, each=call is not None) if users else None
+            found = None
+            if users:
+                found = loop_carried(frame, known, *of_models, loaders, each=call is not None, texts=texts)
             if call is not None and again is not None:
-                found = and_also(found, body_carried(call.body, known, *of_models, given=again.lasting(call)))
+                lasting = again.lasting(call)
+                found = and_also(found, body_carried(call.body, known, *of_models, given=lasting, texts=texts))
                 if again.results:
-                    found = and_also(found, LoopCarried(("what session.call returns",), script_place.place()))
+                    found = and_also(found, LoopCarried(("what session.call returns",), script_place.line()))
         except Exception as error:  # a text that it does not understand is no reason to end a job that goes on
             self._event("loop_unread", {"error": f"{type(error).__name__}: {error}"})
             return

@@ -10,9 +10,11 @@ import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from resilient_train.session.kept_calls import BodyCall
+from resilient_train.session.static_lookup import isinstance_past
 
 _CALLS = 8
 """So many back: bodies may take turns."""
@@ -64,8 +66,9 @@ def _leaves(tree: Any) -> Iterator[Any]:
     while waiting and left:
         each = waiting.pop()
         left -= 1
-        if isinstance(each, (tuple, list)):
-            waiting += each[:_LEAVES]
+        if isinstance_past(each, (tuple, list)):  # a class of the user's may take no slices
+            items = tuple.__iter__(each) if isinstance_past(each, (tuple,)) else list.__iter__(each)
+            waiting += islice(items, _LEAVES)
         elif type(each) is dict:
             waiting += [*each.values()][:_LEAVES]
         elif type(each) not in _SAME:
@@ -77,7 +80,7 @@ def _references(values: Iterable[Any]) -> Iterator[Reference]:
         try:
             yield weakref.ref(each)
         except TypeError:
-            if type(each) in (float, complex) or (type(each) in (dict, list) and _is_plain(each)):
+            if type(each) in (float, complex) or _is_plain(each):
                 yield _always(each)
 
 
@@ -86,4 +89,7 @@ def _always(value: Any) -> Reference:
 
 
 def _is_plain(tree: Any) -> bool:
-    return all(type(each) in (float, complex) for each in _leaves(tree))
+    """A dict or a list of some numbers and texts: not what holds a tensor."""
+    if type(tree) not in (dict, list) or len(tree) > _LEAVES:
+        return False
+    return all(type(each) in (*_SAME, float, complex) for each in (tree.values() if type(tree) is dict else tree))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import BuiltinMethodType
 from typing import Any, NamedTuple
 
 from resilient_train.errors import UsageError
@@ -28,7 +29,9 @@ class KeptCall:
     def __init__(self, call: BodyCall, look: Callable[..., bytes]) -> None:
         self.call = call
         self._given = (call.args, call.kwargs), *parts_of(call.body)
-        _refuse_iterators((*self._given, ((getattr(call.body, "__self__", None),), {})))  # a generator's send
+        # A generator's send is one of the generator; a class of the user's with a __next__ may well have other methods.
+        bound = (call.body.__self__,) if type(call.body) is BuiltinMethodType else ()
+        _refuse_iterators((*self._given, (bound, {})))
         self._variables = BodyVariables(call.body)
         self._look_at = look
         self._seen = self.look(plain=True)

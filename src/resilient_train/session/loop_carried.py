@@ -124,12 +124,13 @@ def loop_carried(
     loaders: Iterable[object] = (),
     *,
     each: bool = False,
+    texts: Texts | None = None,
 ) -> LoopCarried | None:
     """Of the innermost loop that runs in ``frame`` (of ``each`` one); None if it keeps nothing, or its text can't be
     read. ``known`` objects, and what is written as theirs, are left out; so are ``models``, but for numbers in their
     attributes, which no ``state_dict()`` has, and which are not in ``settled``. ``loaders`` read what they reach.
     """
-    found, texts = None, Texts()
+    found, texts = None, texts or Texts()
     loops, registered = loops_at(frame, texts), _Registered(known, models, settled, loaders)
     for loop in reversed(loops if each else loops[-1:]):
         flow = _Flow(_Scope(frame.f_code, frame.f_globals, variables(frame)), registered, texts)
@@ -149,6 +150,7 @@ def body_carried(
     settled: Settled = (),
     *,
     given: Mapping[str, Any] | None = None,
+    texts: Texts | None = None,
 ) -> LoopCarried | None:
     """The same, of a function that is called for each step; what stands around it runs once. Of a library's trainer it
     is not the user's: then of what the models have for it. ``given``: what its parameters stand for in each call.
@@ -159,7 +161,8 @@ def body_carried(
     if not found:
         return None
     code = found[0].function.__code__
-    flow = _Flow(_Scope(code, found[0].function.__globals__, {}), _Registered(known, models, settled), Texts(), given)
+    scope, registered = _Scope(code, found[0].function.__globals__, {}), _Registered(known, models, settled)
+    flow = _Flow(scope, registered, texts or Texts(), given)
     return _told_of(flow, lambda: flow.follow(found), f"{code.co_filename}:{code.co_firstlineno}")
 
 
@@ -178,9 +181,9 @@ def leaves_out(thing: Any) -> bool:
     return of_torch or (held(thing, "state_dict") is not UNKNOWN and not thing.state_dict())
 
 
-def given_names(thing: Any) -> frozenset[str] | None:
+def given_names(thing: Any, texts: Texts) -> frozenset[str] | None:
     """The attributes that the text of its ``state_dict()`` names; None if it is not the user's, or may give others."""
-    texts, names = Texts(), set[str]()
+    names = set[str]()
     for function, owner in functions_of(held(thing, "state_dict"), thing):
         code = function.__code__
         text = texts.function(code, function.__globals__)

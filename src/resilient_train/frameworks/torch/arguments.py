@@ -13,6 +13,7 @@ import xxhash
 
 from resilient_train.frameworks.torch.batch_copy import NO_DATA, is_data, slots_of
 from resilient_train.frameworks.torch.leaves import PLAIN
+from resilient_train.frameworks.torch.reached import attributes_of
 
 _ELEMENTS = 64
 """Of each tensor, evenly spread: another batch has others."""
@@ -72,8 +73,8 @@ def _seen(tree: Any, *, plain: bool, within: _Within | None = None) -> Iterator[
     elif isinstance(tree, np.ndarray):
         yield f"{tree.shape} {tree.dtype}".encode()
         if tree.dtype != object:
-            yield tree.reshape(-1)[:: max(1, tree.size // _ELEMENTS)].tobytes()
-    elif isinstance(tree, Mapping):
+            yield tree.flat[:: max(1, tree.size // _ELEMENTS)].tobytes()
+    elif isinstance(tree, Mapping if within is None else dict):  # another's values may be read from a file
         for value in islice(tree.values(), _PARTS_MAX if within else None):
             yield from _seen(value, plain=plain, within=within)
     elif isinstance(tree, (list, tuple)):
@@ -90,9 +91,8 @@ def _seen(tree: Any, *, plain: bool, within: _Within | None = None) -> Iterator[
         yield repr(tree.bit_generator.state).encode()
     elif isinstance(tree, random.Random):
         yield repr(tree.getstate()).encode()
-    elif not isinstance(tree, NO_DATA) and not hasattr(tree, "state_dict"):
-        inner = getattr(tree, "__dict__", None)
-        values = [*slots_of(tree).values(), *(inner.values() if isinstance(inner, dict) else ())]
+    elif not isinstance(tree, NO_DATA) and not hasattr(type(tree), "state_dict"):
+        values = [*slots_of(tree).values(), *attributes_of(tree).values()]
         within = within or _Within()
         if values and within.leads_to(tree):
             for value in values:
@@ -102,6 +102,6 @@ def _seen(tree: Any, *, plain: bool, within: _Within | None = None) -> Iterator[
 
 def _elements(tensor: torch.Tensor) -> bytes:
     if tensor.dtype in _ARRAYS and not tensor.is_neg():
-        return tensor.numpy().reshape(-1)[:: max(1, tensor.numel() // _ELEMENTS)].tobytes()
+        return tensor.numpy().flat[:: max(1, tensor.numel() // _ELEMENTS)].tobytes()  # nothing is laid out anew
     spread = tensor.resolve_conj().resolve_neg().reshape(-1)[:: max(1, tensor.numel() // _ELEMENTS)].contiguous()
     return spread.view(torch.uint8).numpy().tobytes()

@@ -188,7 +188,12 @@ def is_data(value: Any) -> bool:
 def slots_of(value: Any) -> dict[str, Any]:
     """What an object has in places of its class's."""
     names = [name for kind in type(value).__mro__ for name in _names_in(vars(kind).get("__slots__", ()))]
-    return {name: getattr(value, name) for name in names if name[:2] != "__" and hasattr(value, name)}
+    found = dict[str, Any]()
+    for name in names:
+        if name[:2] != "__":
+            with contextlib.suppress(AttributeError):  # nothing is in it
+                found[name] = object.__getattribute__(value, name)
+    return found
 
 
 def _names_in(slots: Any) -> tuple[str, ...]:

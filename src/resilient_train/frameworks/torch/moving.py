@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from resilient_train.frameworks.torch.reached import is_ours
+
 _ITERATORS = tuple(type(iter(each)) for each in ((), [None], range(1)))
 _AROUND = (zip, enumerate, map, filter, GeneratorType)
 _DEEP = 4
@@ -107,13 +109,8 @@ def _leads_to(each: Any, running: set[int], deep: int) -> bool:
     """Whether it goes through a generator that runs now, in this thread: to look is asked for by the next step."""
     if type(each) is GeneratorType and id(each.gi_frame) in running:
         return True
-    inner = [part for part in _within(each) if type(part) in _AROUND or _is_ours(type(part))]
+    inner = [part for part in _within(each) if type(part) in _AROUND or is_ours(type(part))]  # session.steps()
     return deep > 0 and any(_leads_to(part, running, deep - 1) for part in inner)
-
-
-def _is_ours(kind: type) -> bool:
-    """What ``session.steps()`` gives, around its generator."""
-    return str(kind.__module__).startswith("resilient_train.")
 
 
 def _place(each: Any) -> int | None:

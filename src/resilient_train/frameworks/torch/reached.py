@@ -61,7 +61,12 @@ def walk(start: Iterable[Any], step: Callable[[Any], Iterable[Any] | None] = lea
 
 
 def _leads_everywhere(kind: type) -> bool:
-    return issubclass(kind, _NO_STATE) or str(kind.__module__).startswith(_OURS)
+    return issubclass(kind, _NO_STATE) or is_ours(kind)
+
+
+def is_ours(kind: type) -> bool:
+    """Whether it is a class of this package's."""
+    return str(kind.__module__).startswith(_OURS)
 
 
 def named() -> Iterator[tuple[str, Any]]:
@@ -92,10 +97,11 @@ def _parts(each: Any) -> Iterator[tuple[str, Any]]:
     elif kind is GeneratorType:
         yield from (("", part) for part in gc.get_referents(each))
     elif not issubclass(kind, (ModuleType, type, torch.Tensor)):
-        yield from ((f".{name}", part) for name, part in list(islice(_attributes(each).items(), _WIDE)))
+        yield from ((f".{name}", part) for name, part in list(islice(attributes_of(each).items(), _WIDE)))
 
 
-def _attributes(each: Any) -> dict[str, Any]:
+def attributes_of(each: Any) -> dict[str, Any]:
+    """Past what a class of the user's has made of it: a ``__getattr__`` may raise anything."""
     try:
         found = object.__getattribute__(each, "__dict__")
     except AttributeError:

@@ -429,6 +429,7 @@ def test_a_look_tells_one_batch_from_another() -> None:
     assert look({"n": 3, "of": ["words", None]}, plain=False) == look(object()) == look([]) == b""
     for kind in (Kept, Slots, Strict, lambda x: SimpleNamespace(x=x), lambda x: SimpleNamespace(inner=[Kept(x)])):
         assert look(kind(batch)) == look(kind(batch.clone())) != look(kind(batch + 1)), kind
+    assert look(Kept([SimpleNamespace(x=batch)])) != look(Kept([SimpleNamespace(x=batch + 1)]))
     assert look(Kept(Kept(batch))) == look(Kept(torch.nn.Linear(2, 2))) == b"", "what it knows need not be data"
     many = Counted({"x": [number]} for number in range(10_000))
     assert look(Kept(many)) == look(Kept(many)) != b""

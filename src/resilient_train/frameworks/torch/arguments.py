@@ -40,8 +40,11 @@ class _Within:
         return self._left >= 0
 
     def leads_to(self, inner: object) -> bool:
-        """One is looked into once: what it knows in its turn need not be data (its loader)."""
-        leads = all(is_data(each) and each is not inner for each in self.objects)
+        """One is looked into once: what it knows in its turn need not be data (its loader), unless it says so. As in
+        ``batch_copy.py``.
+        """
+        known = any(each is inner for each in self.objects)
+        leads = not known and (is_data(inner) or all(map(is_data, self.objects)))
         if leads:
             self.objects.append(inner)
         return leads

@@ -4,9 +4,12 @@
 // nothing of itself in the caches: there a call costs microseconds, and a store natively beside another nothing.
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include "module.hpp"
 #include "record.hpp"
@@ -41,6 +44,23 @@ class Page {
   void add_computed(std::int64_t duration_ns) { computed_ns_ += duration_ns; }
   void excuse() { unusual_ = true; }
   void enter() { increment(record_.collectives); }
+
+  // Who of the two has begun another collective at that place, and its word; nobody, as far as they have come there.
+  std::optional<std::pair<std::uint32_t, std::uint64_t>> begin_call(std::uint64_t tag, std::uint64_t word,
+                                                                    std::uint32_t one, std::uint32_t other) {
+    board_->set_call(rank_, Call{tag, word});
+    for (const std::uint32_t rank : {one, other}) {
+      const std::uint64_t theirs = board_->call(rank, tag);
+      if (theirs != 0 && theirs != word) return std::make_pair(rank, theirs);
+    }
+    return std::nullopt;
+  }
+
+  void take_back_call(std::uint64_t tag, bool counted) {
+    board_->forget_call(rank_, tag);
+    if (counted) decrement(record_.collectives);
+  }
+
   void set_activity(std::uint32_t activity) { store(record_.activity, activity); }
   std::uint32_t order() const { return load(record_.order); }
   bool stop_raised(std::uint32_t generation) const { return load(board_->header().stop_generation) > generation; }
@@ -98,6 +118,8 @@ void bind_page(nb::module_& module) {
       .def("begin", &Page::begin, "commits"_a, "phase"_a, "step"_a)
       .def("restart", &Page::restart)
       .def("enter", &Page::enter)
+      .def("begin_call", &Page::begin_call, "tag"_a, "word"_a, "one"_a, "other"_a)
+      .def("take_back_call", &Page::take_back_call, "tag"_a, nb::kw_only(), "counted"_a)
       .def("add_computed", &Page::add_computed, "duration_ns"_a)
       .def("excuse", &Page::excuse)
       .def("set_activity", &Page::set_activity, "activity"_a)

@@ -192,6 +192,23 @@ std::uint64_t Board::fingerprint(std::uint32_t rank, std::uint64_t commits) cons
   return before && load(theirs.update) == commits + 1 ? value : 0;
 }
 
+void Board::set_call(std::uint32_t rank, const Call& call) {
+  if (call.tag == 0 || call.word == 0) throw std::invalid_argument("a call has a tag and a word");
+  Call& mine = record(rank).calls[call.tag % calls_max];
+  store(mine.tag, 0);  // nobody may take the word of one call for that of another
+  store(mine.word, call.word);
+  store(mine.tag, call.tag);
+}
+
+void Board::forget_call(std::uint32_t rank, std::uint64_t tag) { store(record(rank).calls[tag % calls_max].tag, 0); }
+
+std::uint64_t Board::call(std::uint32_t rank, std::uint64_t tag) const {
+  const Call& theirs = record(rank).calls[tag % calls_max];
+  const bool before = load(theirs.tag) == tag;
+  const std::uint64_t word = load(theirs.word);
+  return before && load(theirs.tag) == tag ? word : 0;
+}
+
 void Board::set_computed(std::uint32_t rank, const Computed& window) {
   if (window.commits == 0 || window.commits > commits_max) throw std::invalid_argument("commits must be 1..2**56 - 1");
   Computed& mine = record(rank).computed[window.commits % computed_max];

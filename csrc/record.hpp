@@ -16,14 +16,15 @@
 
 namespace resilient {
 
-constexpr std::size_t page_bytes = 4096;                      // of the layout, not of the machine
+constexpr std::size_t page_bytes = 8192;                      // of the layout, not of the machine
 constexpr std::uint64_t board_magic = 0x3130'4452'414F'4252;  // "RBOARD01", little endian
-constexpr std::uint32_t board_version = 10;
+constexpr std::uint32_t board_version = 11;
 constexpr std::uint32_t world_size_max = 65'536;
 constexpr std::uint64_t commits_max = (std::uint64_t{1} << 56) - 1;
 constexpr std::uint32_t phase_max = 255;
 constexpr std::uint32_t announced_max = 3;
 constexpr std::uint64_t computed_max = 128;
+constexpr std::uint64_t calls_max = 256;
 
 struct Header {
   std::uint64_t magic;
@@ -57,6 +58,12 @@ struct Computed {
   std::uint64_t ns;  // 0: the window was not like others
 };
 
+// A collective that a rank has begun: what its members compare, so that they see whether they mean the same one.
+struct Call {
+  std::uint64_t tag;  // of its place in the order of its group's collectives, the same on all members; 0: there is none
+  std::uint64_t word;  // what is called there
+};
+
 struct RankRecord {
   std::uint64_t standing;  // commits << 8 | phase: one 8-byte store is the commit
   std::uint64_t step;
@@ -77,6 +84,7 @@ struct RankRecord {
   Fingerprint replica[2];           // from before an even and before an odd update
   std::uint32_t reported;           // number of the newest report of its collectives that this rank has written
   Computed computed[computed_max];  // of the last updates: update c at c % computed_max
+  Call calls[calls_max];            // the newest: at tag % calls_max
 };
 
 // Processes of different builds may map one board: the layout is a contract, a change needs a new version.
@@ -95,6 +103,7 @@ static_assert(offsetof(RankRecord, asked) == 92 && offsetof(RankRecord, kept) ==
 static_assert(offsetof(RankRecord, replica) == 112 && sizeof(Fingerprint) == 16);
 static_assert(offsetof(RankRecord, reported) == 144);
 static_assert(offsetof(RankRecord, computed) == 152 && sizeof(Computed) == 24);
+static_assert(offsetof(RankRecord, calls) == 3224 && sizeof(Call) == 16);
 static_assert(offsetof(RankRecord, life) == 64 && offsetof(Life, node) == 0 && offsetof(Life, word) == 8);
 static_assert(sizeof(Header) <= page_bytes && sizeof(RankRecord) <= page_bytes);
 static_assert(std::is_trivial_v<Header> && std::is_trivial_v<RankRecord>);
@@ -117,6 +126,11 @@ bool exchange_if(Word& word, std::type_identity_t<Word> expected, std::type_iden
 template <typename Word>
 void increment(Word& word) {
   std::atomic_ref<Word>(word).fetch_add(1, std::memory_order_seq_cst);
+}
+
+template <typename Word>
+void decrement(Word& word) {
+  std::atomic_ref<Word>(word).fetch_sub(1, std::memory_order_seq_cst);
 }
 
 std::uint64_t realtime_ns();
@@ -154,6 +168,11 @@ class Board {
   void set_computed(std::uint32_t rank, const Computed& window);
   // Those behind `after` that are still there, oldest first.
   std::vector<Computed> computed(std::uint32_t rank, std::uint64_t after) const;
+  // The rank begins a collective. Its members write first and look at each other's then, so of two one at least sees
+  // the other; a tag that others have overwritten by then is not found.
+  void set_call(std::uint32_t rank, const Call& call);
+  void forget_call(std::uint32_t rank, std::uint64_t tag);
+  std::uint64_t call(std::uint32_t rank, std::uint64_t tag) const;  // its word; 0: it has not begun that one
   // Both return early (as a time-out) on a signal: the caller owns the deadline and runs the signal handlers.
   WaitResult wait_all(std::uint64_t target, std::uint32_t generation, std::int64_t timeout_ns);
   bool wait_stop(std::uint32_t generation, std::int64_t timeout_ns) const;

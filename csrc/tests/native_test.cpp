@@ -264,6 +264,41 @@ void test_computed() {
   CHECK(board->computed(0, windows).empty() && board->computed(0, 0).size() == computed_max);
 }
 
+// Two that begin different calls at one place, at the same moment: one at least sees the other's, and never half of it.
+void test_calls() {
+  constexpr std::uint64_t places = 100'000;
+  const auto board = Board::create(2);
+  check_throws<std::invalid_argument>([&] { board->set_call(0, Call{0, 1}); });
+  check_throws<std::invalid_argument>([&] { board->set_call(0, Call{1, 0}); });
+  std::vector<std::uint64_t> seen(places + 1);
+  std::atomic<std::uint64_t> here = 0;
+  const auto word_of = [](std::uint64_t rank, std::uint64_t tag) { return tag << 1 | rank; };
+  std::thread second([&] {
+    for (std::uint64_t tag = 1; tag <= places; ++tag) {
+      while (here.load() < tag) {
+      }
+      board->set_call(1, Call{tag, word_of(1, tag)});
+      seen[tag] = board->call(0, tag);
+      here.store(tag | std::uint64_t{1} << 63);
+      while (here.load() >> 63 != 0) {
+      }
+    }
+  });
+  for (std::uint64_t tag = 1; tag <= places; ++tag) {
+    here.store(tag);
+    board->set_call(0, Call{tag, word_of(0, tag)});
+    const std::uint64_t theirs = board->call(1, tag);
+    while (here.load() >> 63 == 0) {
+    }
+    CHECK(theirs == 0 || theirs == word_of(1, tag));
+    CHECK(seen[tag] == 0 || seen[tag] == word_of(0, tag));
+    CHECK(theirs != 0 || seen[tag] != 0);
+    here.store(0);
+  }
+  second.join();
+  CHECK(board->call(0, places) != 0 && board->call(0, places - calls_max) == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -273,6 +308,7 @@ int main() {
   test_barrier_processes();
   test_barrier_threads();
   test_computed();
+  test_calls();
   test_stop_wakes_waiters();
   test_death_and_release();
   test_sockets();

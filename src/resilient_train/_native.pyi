@@ -120,6 +120,14 @@ class Page:
         """A window or a tail begins, in which no collective was entered yet, and nothing computed."""
     def enter(self) -> None:
         """One more collective that spans the job is entered."""
+    def begin_call(self, tag: int, word: int, one: int, other: int) -> tuple[int, int] | None:
+        """A collective begins: its `word` is published at its place `tag`. Neither is 0.
+
+        Returns which of two ranks has begun another one there, and its word; None: neither, as far as they have come.
+        Of two that begin different ones, one at least gets the other.
+        """
+    def take_back_call(self, tag: int, *, counted: bool) -> None:
+        """The collective at that place has not begun after all. `counted`: nor does `enter` count."""
     def add_computed(self, duration_ns: int) -> None:
         """A body of the window has computed for so long. The update, from `cross` to `begin`, is added by itself."""
     def excuse(self) -> None:

@@ -263,6 +263,12 @@ def test_no_collective_of_a_restoration_leaves_the_rank() -> None:
             heard.append(verb)
             return group.run(verb, args)
 
+        def compare(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> None:
+            pass
+
+        def take_back(self, group: ResilientGroup) -> None:
+            pass
+
     group = dist.new_group([0], backend="resilient")
     wrapper, fresh = wrap("plain", group), wrap("plain", group)
     buckets = Buckets((wrapper,))

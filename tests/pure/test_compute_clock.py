@@ -98,6 +98,12 @@ class LateCollectives:
             self.newest.timer.start()
         return work
 
+    def compare(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> None:
+        pass
+
+    def take_back(self, group: ResilientGroup) -> None:
+        pass
+
 
 @pytest.fixture
 def late() -> Iterator[Any]:

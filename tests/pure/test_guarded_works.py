@@ -333,6 +333,12 @@ class Forgetful:
             group_module.works.release()
         return work
 
+    def compare(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> None:
+        pass
+
+    def take_back(self, group: ResilientGroup) -> None:
+        pass
+
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forgetful]:

@@ -129,8 +129,6 @@ PLACES = [
     (Progress(40, Phase.APPLIED, 5, Activity.TRAINING), Progress(40, Phase.COMPUTE, 1, Activity.TRAINING)),
     (Progress(40, Phase.APPLIED, 1, Activity.TRAINING), Progress(40, Phase.APPLIED, 2, Activity.TRAINING)),
     (Progress(40, Phase.COMPUTE, 0, Activity.LOADING), Progress(40, Phase.COMPUTE, 1, Activity.TRAINING)),
-    # It left the last collective of the step out: it is at the barrier already, and the others wait behind it.
-    (Progress(40, Phase.READY, 1, Activity.TRAINING), Progress(40, Phase.COMPUTE, 2, Activity.TRAINING)),
     (Progress(39, Phase.COMPUTE, 3, Activity.TRAINING), Progress(40, Phase.COMPUTE, 0, Activity.FINISHED)),
     # It was replaced too late to know that the others have left their loops by a `break`.
     (Progress(40, Phase.COMPUTE, 3, Activity.TRAINING), Progress(40, Phase.COMPUTE, 0, Activity.FINISHED)),
@@ -147,6 +145,50 @@ def test_the_one_who_holds_the_others_up_is_named(culprit: Progress, others: Pro
     assert [each.verdict for each in job.found] == [Suspicion.BEHIND, Suspicion.SUSPECT, Suspicion.HUNG]
     assert all(each.ranks == (3,) for each in job.found)
     assert ("batch" in job.found[-1].why) == (culprit.activity is Activity.LOADING)
+
+
+@pytest.mark.parametrize(
+    ("without", "culprits"), [((2,), (2,)), ((0, 1), (0, 1)), ((0, 1, 3), (2,))], ids=["one", "half", "most"]
+)
+def test_who_waits_to_update_never_meets_who_is_in_a_collective_of_the_window(
+    without: tuple[int, ...], culprits: tuple[int, ...]
+) -> None:
+    """However little is known of the job. Those who are fewer are wrong; of two halves, those who left one out."""
+    job = Job()
+    job.all_at(Phase.COMPUTE, 3)
+    for rank in without:
+        job.put(rank, phase=Phase.READY, collectives=2)
+    job.look()
+    job.pass_ms(450)
+    assert not job.found
+    job.pass_ms(2500)
+    assert [each.verdict for each in job.found] == [Suspicion.SUSPECT]
+    job.pass_ms(200)
+    assert [each.verdict for each in job.found] == [Suspicion.SUSPECT, Suspicion.HUNG]
+    for found in job.found:
+        assert found.ranks == culprits
+        assert not found.stopped
+        assert "never meet" in found.why
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Progress(0, Phase.READY, 3, Activity.TRAINING),
+        Progress(0, Phase.COMPUTE, 2, Activity.TRAINING),
+        Progress(1, Phase.READY, 2, Activity.TRAINING),
+        Progress(0, Phase.APPLIED, 2, Activity.TRAINING),
+        Progress(0, Phase.READY, 2, Activity.LEAVING),
+    ],
+    ids=["all-called", "not-there-yet", "of-another-window", "in-the-tail", "leaving"],
+)
+def test_others_may_meet_yet(other: Progress) -> None:
+    job = Job()
+    job.all_at(Phase.COMPUTE, 3)
+    job.progress[2] = other
+    job.look()
+    job.pass_ms(30_000)
+    assert all(each.verdict is Suspicion.BEHIND for each in job.found)
 
 
 def test_the_limit_follows_the_jobs_own_steps() -> None:

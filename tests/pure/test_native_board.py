@@ -13,7 +13,7 @@ import pytest
 
 from resilient_train._native import BOARD_VERSION, Board, Page
 
-PAGE_BYTES = 4096
+PAGE_BYTES = 8192
 MAGIC = b"RBOARD01"
 F_ADD_SEALS = 1033
 F_SEAL_SHRINK = 2
@@ -121,8 +121,29 @@ def test_the_last_windows_are_held() -> None:
     assert all(step == commits and 0 <= ns - 1_000_000 * commits < 10**9 for commits, step, ns in held)
     assert [commits for commits, _, _ in board.computed(0, 298)] == [299, 300]
     assert board.computed(0, 300) == board.computed(0, 2**63) == []
-    offset = 4096 + 152 + 24 * (300 % 128)
+    offset = PAGE_BYTES + 152 + 24 * (300 % 128)
     assert struct.unpack_from("<QQ", os.pread(board.fd, 16, offset)) == (300, 300)
+
+
+def test_of_two_that_begin_other_calls_the_later_sees_it() -> None:
+    board = Board.create(3)
+    pages = [Page(board, rank) for rank in range(3)]
+    assert pages[0].begin_call(7, 70, 1, 2) is None, "it is the first"
+    assert pages[1].begin_call(7, 70, 0, 2) is None
+    assert pages[2].begin_call(7, 71, 1, 0) == (1, 70), "the first of the two that it looks at"
+    assert pages[0].begin_call(8, 71, 1, 2) is None, "another place"
+    assert pages[1].begin_call(7 + 256, 70, 2, 2) is None
+    assert pages[0].begin_call(7, 72, 1, 1) is None, "it is overwritten there, and nobody knows"
+    assert pages[0].begin_call(2**64 - 1, 2**64 - 1, 1, 2) is None
+    pages[0].enter()
+    assert pages[0].begin_call(9, 90, 1, 2) is None
+    pages[0].take_back_call(9, counted=True)
+    assert board.progress(0)[2] == 0
+    assert pages[1].begin_call(9, 91, 0, 2) is None, "the other has not begun it after all"
+    for tag, word in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="a call has a tag and a word"):
+            pages[0].begin_call(tag, word, 1, 2)
+    assert struct.unpack_from("<QQ", os.pread(board.fd, 16, 3 * PAGE_BYTES + 3224 + 16 * 7)) == (7, 71)
 
 
 def test_a_window_that_was_none_is_held_as_such() -> None:

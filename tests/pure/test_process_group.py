@@ -35,14 +35,14 @@ def connection() -> Iterator[Connection]:
 @pytest.fixture(autouse=True)
 def session(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has a Session; what guards a work of gloo's has tests of its own."""
-    monkeypatch.setattr(group_module, "_watcher", SimpleNamespace())
+    monkeypatch.setattr(group_module, "_watcher", SimpleNamespace(compare=lambda *_: None, take_back=lambda *_: None))
     monkeypatch.setattr(group_module, "GuardedWork", lambda work, _live: work)
 
 
 def adopted(ours: socket.socket, inode: int) -> ResilientGroup:
     group = ResilientGroup(dist.HashStore(), 0, 2, "group", [0, 1], timedelta(seconds=1))
     inner: Any = SimpleNamespace(allreduce=lambda *_: "done")
-    group.adopt(BuiltGroup(inner, [(ours.fileno(), inode)]))
+    group.adopt(BuiltGroup(1, inner, [(ours.fileno(), inode)]))
     return group
 
 
@@ -164,7 +164,7 @@ def test_groups_that_need_not_be_rebuilt() -> None:
 def gloo_of_one(name: str) -> ResilientGroup:
     group = ResilientGroup(dist.HashStore(), 0, 1, name, [0], timedelta(seconds=9))
     inner: Any = gloo.stock_group(dist.HashStore(), 0, 1, timedelta(seconds=9))
-    group.adopt(BuiltGroup(inner, []))
+    group.adopt(BuiltGroup(1, inner, []))
     return group
 
 

@@ -102,6 +102,16 @@ class Tails(Protocol):
         """One more collective of all ranks is entered (for the hang detector). May be called on any thread."""
         ...
 
+    def begin_call(self, tag: int, word: int, one: int, other: int) -> tuple[int, int] | None:
+        """This rank begins a collective, at the place ``tag`` in the order of its group. Which of two other ranks has
+        begun another one there, and its word; None: neither, as far as they have come.
+        """
+        ...
+
+    def take_back_call(self, tag: int, *, counted: bool) -> None:
+        """The collective of ``begin_call`` was refused where it was called. ``counted``: ``enter_collective`` too."""
+        ...
+
     def log(self, key: tuple[str, int], header: bytes, inputs: bytes) -> bool:
         """Publishes what this rank gives to a collective of the tail. False: it is too large, and that is published."""
         ...

@@ -4,12 +4,16 @@ Nothing moves: no rank has entered a collective, changed its phase or committed.
 sure we are, and on the job's own steps (their 99th percentile, p99)::
 
     2 x p99                    a rank's process is stopped (SIGSTOP): it can't be slow, it does nothing    -> HUNG
+    3 s                        a rank waits to update, and others in a collective that it has left out     -> HUNG
     5 x median, at least 1 s   the ranks that are least far are named                                     -> BEHIND
     half of the limit          they are about to be given up: record what they do                         -> SUSPECT
     limit = max(10 x p99, floor), or what the user set                                                    -> HUNG
 
 ``jobclock.py`` counts the time: while nobody of the job runs, none passes. When it goes on after such a pause, who is
 still stopped has the time that a job has of which nothing is known: ranks are not continued all at once.
+
+A rank that waits to update calls nothing more before all do, and no update begins before all collectives of its window
+are over. So these wait for each other for ever, however slow they are.
 
 When all ranks are equally far there is no culprit: a collective that all have entered does not end. That has a longer
 limit (all may compile), and costs no process (-> TOGETHER). The first steps after a start or a recovery have that limit
@@ -27,6 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from resilient_train.protocol.progress import Activity, Progress
+from resilient_train.protocol.standing import Phase
 
 _MS = 1_000_000
 _WARM_UPDATES = 3
@@ -52,6 +57,9 @@ class Limits(msgspec.Struct, frozen=True):
     together_ms: int = 600_000
     stopped_min_ms: int = 100
     """A stopped process is not given up before; twice the slowest usual step may be much longer."""
+    apart_ms: int = 3_000
+    """Time for an error of the collective, which tells more, to come out, and for what all ranks do to be written."""
+    apart_suspect_ms: int = 500
     stopped_unknown_ms: int = 2_000
     """The same, while the job has not made enough steps to know what is usual."""
 
@@ -193,7 +201,26 @@ class HangDetector:
         if surely and stalled_ms >= limit_ms:
             found = self._find(Suspicion.HUNG, surely, stalled_ms, limit_ms, "its process is stopped (SIGSTOP)")
             return found and msgspec.structs.replace(found, stopped=True)
-        return self._find_behind(stalled_ms)
+        return self._find_apart(stalled_ms) or self._find_behind(stalled_ms)
+
+    def _find_apart(self, stalled_ms: float) -> Stall | None:
+        """Ranks that wait to update, and have left out a collective of the window that others are in."""
+        limit_ms = self._limits.apart_ms
+        for there in dict.fromkeys(self._last) if stalled_ms >= self._limits.apart_suspect_ms else ():
+            waits = there._replace(phase=Phase.READY)
+            without = [
+                rank
+                for rank, here in enumerate(self._last)
+                if here.collectives < there.collectives and here._replace(collectives=there.collectives) == waits
+            ]
+            if there.phase is Phase.COMPUTE and without:
+                inside = [rank for rank, here in enumerate(self._last) if here == there]
+                # Nobody can tell whether they are one too few or one too many: those who are fewer are wrong.
+                few, told = (inside, without[0]) if len(inside) < len(without) else (without, inside[0])
+                verdict = Suspicion.HUNG if stalled_ms >= limit_ms else Suspicion.SUSPECT
+                why = f"it {self._last[few[0]].describe()}, and rank {told} {self._last[told].describe()}"
+                return self._find(verdict, frozenset(few), stalled_ms, limit_ms, f"{why}: these never meet")
+        return None
 
     def _find_behind(self, stalled_ms: float) -> Stall | None:
         least = min(each.place() for each in self._last)

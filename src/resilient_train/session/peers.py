@@ -94,6 +94,8 @@ class Peers:
         # Used in each step: a call through this object costs as much as the store itself.
         self.stop_raised = self._page.stop_raised
         self.enter_collective = self._page.enter
+        self.begin_call = self._page.begin_call
+        self.take_back_call = self._page.take_back_call
         self.order = self._page.order
         self.pause_due = self._page.pause_due
         self.add_computed = self._page.add_computed

@@ -28,6 +28,12 @@ class Watcher:
     def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
         return group.run(verb, args)
 
+    def compare(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> None:
+        pass
+
+    def take_back(self, group: ResilientGroup) -> None:
+        pass
+
 
 def provoke(kind: str, group: ResilientGroup) -> None:
     if kind == "timeout":

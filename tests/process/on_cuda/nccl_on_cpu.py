@@ -120,7 +120,7 @@ for _name in (*VERBS, *POINT_TO_POINT):
 
 def _stock(self: NcclGroup, generation: int, _addresses: Addresses, *, replaced: bool) -> BuiltGroup:
     inner = Inner(self._store, self._rank, self._size, self._name, self._timeout)
-    return BuiltGroup(inner, [])
+    return BuiltGroup(generation, inner, [])
 
 
 def _add_nccl(self: NcclGroup, inner: Any, store: Any) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Conductor, Given, Objects, Tails
+from resilient_train.frameworks.torch import call_words
 from resilient_train.frameworks.torch import process_group as group_module
 from resilient_train.frameworks.torch.body_messages import BodyMessages
 from resilient_train.frameworks.torch.buckets import wrappers_in
@@ -28,12 +31,15 @@ from resilient_train.frameworks.torch.storages import Memory, gradients, registe
 from resilient_train.frameworks.torch.tail_collectives import LoggedTail
 from resilient_train.frameworks.torch.unregistered import Unregistered
 from resilient_train.frameworks.torch.waits import waits
+from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import MessageChannel
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.script_place import line
 
 _FOREIGN = threading._DummyThread  # what Python makes of a thread that is not its own
 _NO_PASS = -1
+_LOOKS, _LOOK_S = 20, 0.001
+"""Before a call is held to be another one."""
 _pass_under_way = torch._C._current_graph_task_id
 _SYNC_BUFFERS = DistributedDataParallel._sync_module_buffers.__code__
 
@@ -198,6 +204,46 @@ class TorchCollectives:
             "has not, or a closure that was given to optimizer.step() communicates): pass Session(undo=True), so that "
             "such a step can be redone"
         )
+
+    def compare(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> None:
+        """Whether all members call the same; see ``group.Watcher``."""
+        assert self._tails is not None
+        if group.size() == 1:
+            return
+        word = call_words.word_of(verb, args)
+        look = functools.partial(self._tails.begin_call, group.tag, word, *group.neighbours())
+        found = look()
+        # The other's may be one that its library is about to refuse, and that is taken back then.
+        for _ in range(_LOOKS):
+            if found is None:
+                return
+            time.sleep(_LOOK_S)
+            found = look()
+        if found is not None:
+            self._break_off(group, word, *found)
+
+    def take_back(self, group: ResilientGroup) -> None:
+        """See ``group.Watcher``."""
+        assert self._tails is not None
+        self._tails.take_back_call(group.tag, counted=group.spans_job)
+
+    def _break_off(self, group: ResilientGroup, word: int, other: int, theirs: int) -> NoReturn:
+        """For all members that is a fault: what the clock has decided (a log each ten seconds) may come out alike when
+        the step runs again. What comes out otherwise again and again ends the job.
+        """
+        assert self._tails is not None
+        assert self._conductor is not None
+        group.break_off()
+        mine, others, rank = call_words.told(word), call_words.told(theirs), self._tails.rank
+        detail = {"calls": mine, "other": other, "others": others, "group": group.group_name, "call": line()}
+        self._conductor.note("calls_differ", detail)
+        told = f"{line()}: rank {rank} calls {mine} where rank {other} calls {others}"
+        say_aside(
+            f"{told}: all members of process group {group.group_name!r} must call the same collectives in the same "
+            "order. Does what decides it hang on the clock, on a rank's data or on a variable that is not registered? "
+            "(docs/how-to/debug-a-recovery.md)"
+        )
+        raise RuntimeError(told)
 
     def _note(self, given: Given, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> None:
         """What one backward pass gives is made of what came before it: averaged gradients go to the optimizer, not back

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import GroupName
 
@@ -56,10 +57,21 @@ class Watcher(Protocol):
         """Carries ``verb`` out as the present moment of the step wants it, and returns its work."""
         ...
 
+    def compare(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> None:
+        """The inner group is about to begin ``verb``, at ``group.tag``. If another member begins another one there, it
+        breaks the group off and raises RuntimeError.
+        """
+        ...
+
+    def take_back(self, group: ResilientGroup) -> None:
+        """The collective at ``group.tag`` has not begun after all."""
+        ...
+
 
 _END_S = 5.0
 """A thread of gloo's that gets no processor for so long, or is held up by a collective that others never joined."""
 _CPU = torch.device("cpu")
+_TAGS = (1 << 64) - 1
 groups: dict[str, ResilientGroup] = {}
 """All groups of this process by name, in the order of their creation."""
 works = Works()
@@ -82,6 +94,12 @@ class _Alone:
 
     def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
         return group.run_alone(verb, args)
+
+    def compare(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> None:
+        """Nothing of it is another's."""
+
+    def take_back(self, group: ResilientGroup) -> None:
+        """Likewise."""
 
 
 @contextlib.contextmanager
@@ -107,8 +125,9 @@ def end_set_up() -> None:
 
 
 class BuiltGroup(NamedTuple):
-    """An inner group that is up, and its connections as (descriptor, inode)."""
+    """An inner group of a generation that is up, and its connections as (descriptor, inode)."""
 
+    generation: int
     inner: Any
     sockets: list[tuple[int, int]]
 
@@ -153,6 +172,9 @@ class ResilientGroup(dist.ProcessGroup):
         """The process whose threads serve it: a fork has none of them."""
         self.sockets: list[tuple[int, int]] = []
         self.solo = True
+        self.begun = 0
+        """Collectives of the present generation."""
+        self._first_tag = 0
         self._nobody = standby_stage.stage is not None
         """It has no rank yet: what it was made with is only assumed."""
         self._hangups = select.epoll()
@@ -179,16 +201,30 @@ class ResilientGroup(dist.ProcessGroup):
         book = gloo.AddressBook()
         store = AddressStore(addresses, self._name, self.global_ranks, book.note)
         described = self._name, f"generation {generation}"
-        return BuiltGroup(*gloo.create(store, book, self._rank, self._size, self._timeout, *described))
+        return BuiltGroup(generation, *gloo.create(store, book, self._rank, self._size, self._timeout, *described))
 
     def adopt(self, built: BuiltGroup) -> None:
         """Puts a built group in. A peer may have died since it was built: then its first collective says so."""
-        self.inner, self.sockets = built
+        self._take_in(built)
         self._built_in = os.getpid()
-        self.solo, self._closed_why = False, ""
         self._hangups.close()
         self._hangups = select.epoll()
         self._hung_up = not all(self._listen(fd, inode) for fd, inode in self.sockets)
+
+    def _take_in(self, built: BuiltGroup) -> None:
+        generation, self.inner, self.sockets = built
+        self.solo, self._closed_why, self.begun = False, "", 0
+        self._first_tag = xxhash.xxh3_64_intdigest(f"{place_of(generation)}/{self._name}".encode())
+
+    @property
+    def tag(self) -> int:
+        """Of the collective that was begun last: the same one on all members, and no other one's."""
+        return (self._first_tag + self.begun) % _TAGS or _TAGS
+
+    def neighbours(self) -> tuple[int, int]:
+        """The members before and behind this one, in a ring of all."""
+        ranks, here = self.global_ranks, self._rank
+        return ranks[here - 1], ranks[(here + 1) % len(ranks)]
 
     def _listen(self, fd: int, inode: int) -> bool:
         """Watches for a peer's hanging up. False: gloo has closed the connection already, as it does upon an error."""
@@ -240,6 +276,10 @@ class ResilientGroup(dist.ProcessGroup):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 if gloo.inode(connection.fileno()) == inode:
                     connection.shutdown(socket.SHUT_RD)
+
+    def break_off(self) -> None:
+        """No collective can come of this group any more: for all its members that is a fault."""
+        self.shut()
 
     def unread(self) -> tuple[int, ...] | None:
         """Bytes that have come and are not read, by connection; None: more may come. gloo closes one behind that, as a
@@ -399,8 +439,26 @@ class ResilientGroup(dist.ProcessGroup):
 
     def run_inner(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
         """Runs ``verb`` on the inner group. Raises UsageError if there is none."""
-        if self.inner is None:
+        if self.closed:
             raise UsageError(f"process group {self._name!r} can't be used: {self._closed_why or 'it is not built'}")
+        if verb not in POINT_TO_POINT:
+            self.begun += 1
+            if _watcher is not None:
+                _watcher.compare(self, verb, args)
+        try:
+            return self.begin(verb, args)
+        except Exception as error:
+            if verb not in POINT_TO_POINT and not (isinstance(error, RuntimeError) and self.cut(error)):
+                self._take_back()  # the library has refused what it was given: no other member will hear of it
+            raise
+
+    def _take_back(self) -> None:
+        if _watcher is not None:
+            _watcher.take_back(self)
+        self.begun -= 1
+
+    def begin(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
+        """Has the library begin ``verb``."""
         if _watcher is None:
             return cast("dist.Work", getattr(self.inner, verb)(*args))
         if verb == "monitored_barrier":

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Conductor, LoggedCall, Tails
 from resilient_train.frameworks.torch.call_codec import bytes_of, call_of, check_repeatable, fill_all, header_of
+from resilient_train.frameworks.torch.call_words import told, word_of
 from resilient_train.frameworks.torch.caller import carries_objects
 from resilient_train.frameworks.torch.clique import Clique
 from resilient_train.frameworks.torch.collective_results import VERBS, Args, Tensors, done
@@ -226,7 +227,7 @@ class LoggedTail:
     def _args_of(self, asked: _Asked, member: int) -> Args | None:
         """The arguments of a member's call, with its inputs; waits for a finisher's. None: it died before that."""
         rank = asked.group.global_ranks[member]
-        call = self._call_of(rank, asked.key)
+        call = own = self._call_of(rank, asked.key)
         if call is None:
             call = self._replicas_call(asked, rank)
             if call is None or call.inputs is not None:
@@ -239,9 +240,9 @@ class LoggedTail:
                 f"takes, or larger ones: its part of {asked.verb} at {line()} can't be had again"
             )
         verb, args = call_of(call.header)
-        if verb != asked.verb:
+        if own is not None and (theirs := word_of(verb, args)) != (mine := word_of(asked.verb, asked.args)):
             raise UsageError(
-                f"after the update rank {rank} calls {verb} where this rank calls {asked.verb} at {line()}"
+                f"after the update rank {rank} calls {told(theirs)} where this rank calls {told(mine)} at {line()}"
             )
         fill_all(VERBS[verb].given(args, member), call.inputs)
         return args

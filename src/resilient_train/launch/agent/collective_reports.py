@@ -6,6 +6,7 @@ A word on the board asks all ranks at once, and each says there that its file is
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,17 +36,27 @@ class CollectiveReports:
         self._board = board
         self._folder = folder
         self._asked: dict[int, int] = {}
-        self._until = 0.0
+        self._from = self._until = 0.0
 
-    def ask(self, processes: Iterable[RankProcess]) -> None:
-        """Asks; of these, answers are expected."""
+    def ask(self, processes: Iterable[RankProcess], *, after_s: float = 0.0) -> None:
+        """Asks; of these, answers are expected. ``after_s``: not at once, but in a look behind that."""
         self._asked = {process.rank: process.incarnation for process in processes}
-        self._until = time.monotonic() + ANSWER_S
+        self._from = time.monotonic() + after_s
+        self._until = self._from + ANSWER_S
+        if not after_s:
+            self._ask()
+
+    def _ask(self) -> None:
+        self._from = math.inf
         self._board.ask_report()
 
     def look(self) -> Newest | None:
         """The answers, once: when all are there, or the time for them is over."""
         if not self._asked:
+            return None
+        if self._from != math.inf:
+            if time.monotonic() >= self._from:
+                self._ask()
             return None
         answered = [rank for rank in self._asked if self._board.reported(rank) == self._board.report_asked]
         if len(answered) < len(self._asked) and time.monotonic() < self._until:

@@ -26,6 +26,8 @@ from resilient_train.protocol.jobclock import JobClock
 from resilient_train.protocol.progress import Activity, Progress, progress_of
 
 LOOK_S = 0.05
+_STACKS_S = 0.2
+"""Time for stacks to be written."""
 _STOPPED_LOOKS = 20
 """Looks at a rank that stays stopped, before it is killed: before the first step, and at most in a recovery."""
 _AGAIN_NS = 10_000_000_000
@@ -229,7 +231,8 @@ class HangWatch:
             detail["stacks"] = [process.rank for process in listening]
             if self._reported != ranks:  # as a rule the same stall was suspect before
                 self._reported = ranks
-                self._reports.ask(listening)
+                # Who dumps the stacks walks through frames of threads that run: one that begins to answer ended a rank.
+                self._reports.ask(listening, after_s=_STACKS_S)
         keeper.tell(finding, detail)
         if finding.verdict is Suspicion.HUNG:
             give_up = keeper.fence if finding.stopped else keeper.hold_up

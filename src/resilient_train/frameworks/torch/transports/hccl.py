@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
-from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Addresses
 from resilient_train.frameworks.torch.process_group import BuiltGroup, ResilientGroup, drop, place_of
 from resilient_train.frameworks.torch_npu.errors import kind_of
@@ -35,8 +34,8 @@ class HcclGroup(ResilientGroup):
     def build(self, generation: int, addresses: Addresses, *, replaced: bool) -> BuiltGroup:  # noqa: ARG002 - gloo's
         """Makes no connection yet: HCCL does with the first collective."""
         if self.inner is not None and not replaced:
-            return BuiltGroup(self.inner, [])
-        return BuiltGroup(self._create(PrefixStore(place_of(generation), self._store)), [])
+            return BuiltGroup(generation, self.inner, [])
+        return BuiltGroup(generation, self._create(PrefixStore(place_of(generation), self._store)), [])
 
     def _create(self, store: Store) -> dist.ProcessGroup:
         """As torch makes a group with a backend that was registered."""
@@ -57,8 +56,7 @@ class HcclGroup(ResilientGroup):
     def adopt(self, built: BuiltGroup) -> None:
         if built.inner is not self.inner:
             self.close_inner("it was replaced")  # torch_npu has aborted its communicators
-        self.inner, self.sockets = built
-        self.solo, self._closed_why = False, ""
+        self._take_in(built)
 
     def suspend(self, why: str) -> None:
         """It stays: torch_npu's verbs look for it between stop and restart."""
@@ -76,9 +74,7 @@ class HcclGroup(ResilientGroup):
         self.inner, self._closed_why = None, why
         drop(held)
 
-    def run_inner(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
-        if self.inner is None or self._closed_why:
-            raise UsageError(f"process group {self._name!r} can't be used: {self._closed_why or 'it is not built'}")
+    def begin(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
         return cast("dist.Work", getattr(self.inner, verb)(*args))
 
     def communicator(self, device: int) -> int:

@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from resilient_train import config
 from resilient_train._native import Probes
-from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Addresses
 from resilient_train.frameworks.torch.collective_results import completed, flat
 from resilient_train.frameworks.torch.process_group import BuiltGroup, NoBackend, ResilientGroup, drop_by, place_of
@@ -65,7 +64,7 @@ class NcclGroup(ResilientGroup):
         """A group of torch's own for NCCL to be put into."""
         group = dist.ProcessGroup(self._store, self._rank, self._size)
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-        return BuiltGroup(group, [])
+        return BuiltGroup(generation, group, [])
 
     def _add_nccl(self, inner: Any, store: Store) -> None:
         config.set_nccl_environment()
@@ -94,6 +93,10 @@ class NcclGroup(ResilientGroup):
         if self._take_out():  # else the device does not come to rest, and the process is replaced
             drop_by(self.inner._get_backend(self.device).abort)
 
+    def break_off(self) -> None:
+        super().break_off()
+        self.abort_communicators()
+
     def suspend(self, why: str) -> None:
         self.abort_communicators()
         super().suspend(why)
@@ -113,9 +116,7 @@ class NcclGroup(ResilientGroup):
     def cut(self, error: RuntimeError) -> bool:
         return self.was_cut or super().broken() or isinstance(error, dist.DistBackendError)
 
-    def run_inner(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
-        if self.inner is None:
-            raise UsageError(f"process group {self._name!r} can't be used: {self._closed_why or 'it is not built'}")
+    def begin(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
         if self.was_cut:
             raise RuntimeError(f"process group {self._name!r} can't be used: {CUT}")
         work: dist.Work | None = getattr(self.inner, verb)(*args)
@@ -157,8 +158,8 @@ class GlooAndNcclGroup(NcclGroup):
         built.inner._set_default_backend(dist.ProcessGroup.BackendType.NCCL)  # as torch does: a barrier is NCCL's
         return built
 
-    def run_inner(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
+    def begin(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
         tensors = [each for each in flat(args[0]) if isinstance(each, torch.Tensor)] if args else []
         if verb == "monitored_barrier" or any(each.is_cpu for each in tensors):
-            return ResilientGroup.run_inner(self, verb, args)
-        return super().run_inner(verb, args)
+            return ResilientGroup.begin(self, verb, args)
+        return super().begin(verb, args)

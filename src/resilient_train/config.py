@@ -284,6 +284,7 @@ _LINK_VARIABLES = (
     PREFIX + "INCARNATION",
     PREFIX + "JOINING",
     PREFIX + "TOKEN",
+    PREFIX + "KEPT_CODE",
     PREFIX + "TFT_HOSTED",
     PREFIX + "TFT_STACKS",
     PREFIX + "TFT_RANKS",
@@ -324,6 +325,16 @@ def read_link(environ: Mapping[str, str] | None = None) -> AgentLink | None:
         raise ConfigError(
             f"{PREFIX}AGENT is set, but {error} is missing or no number: was it exported by hand?"
         ) from None
+
+
+def hand_on_kept_code(folder: str) -> None:
+    """The ranks, which get this process's environment, find the job's copies of the user's code in ``folder``."""
+    os.environ[PREFIX + "KEPT_CODE"] = folder
+
+
+def kept_code() -> str:
+    """Where they are; empty: there are none."""
+    return os.environ.get(PREFIX + "KEPT_CODE", "")
 
 
 def hosted_environ(address: str, port: int, secret_file: str) -> dict[str, str]:

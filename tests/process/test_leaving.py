@@ -99,13 +99,17 @@ def test_survivors_that_were_cut_behind_the_update(run_dir: Path) -> None:
 
 
 def test_where_the_script_is_gone_the_survivors_save(run_dir: Path, tmp_path: Path) -> None:
-    """A replacement can't read it, which is its own end: no bug of the agent's, and no reason to lose the state."""
+    """And its copy. A replacement can't read it, which is its own end: no bug of the agent's, and no reason to lose
+    the state.
+    """
     script = tmp_path / "train.py"
     shutil.copyfile(JOBS / "train.py", script)
     paced = [str(script) if part == str(JOBS / "train.py") else part for part in slow(run_dir)]
     with start(paced) as process:
         wait_for_step(run_dir, 4)
         script.unlink()
+        for kept in run_dir.glob("code-*"):
+            shutil.rmtree(kept)
         os.kill(pid_of(run_dir, 1), signal.SIGKILL)
         run = ended(process, run_dir)
     assert run.code == 1, run.explain()

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol, cast
 
 from resilient_train import _register, config
 from resilient_train.errors import ConfigError
-from resilient_train.events import now
+from resilient_train.events import Event, now
 from resilient_train.faults import nearest, parse_plan
 from resilient_train.frameworks.supported import torch_problem, version_line
 from resilient_train.launch.agent.console import Console
@@ -32,6 +32,7 @@ from resilient_train.launch.cli.findings import Grade
 from resilient_train.launch.cli.mindspore_environ import RANK_TABLE, look
 from resilient_train.launch.cli.mindspore_view import differs
 from resilient_train.launch.exit_codes import EXIT_BUG, EXIT_WRONG_INPUT
+from resilient_train.launch.fork import kept_code
 from resilient_train.launch.fork.imports import target_of, uses
 from resilient_train.launch.fork.zygote import Born, Root, start_root
 from resilient_train.launch.spec import JobSpec
@@ -240,6 +241,7 @@ def main(argv: list[str] | None = None) -> None:
         torchrun.run(job)  # type: ignore[no-untyped-call] # torch's
         sys.exit(0)
     claim = _enter_run_dir(job)
+    config.hand_on_kept_code(str(kept_code.begin(job.run_dir) or ""))
     root = _start_root(job, environ)
     if isinstance(root, Born):
         root.begin()  # nothing of ours may catch what the script raises
@@ -271,6 +273,7 @@ def _run_mindspore(argv: list[str]) -> NoReturn:
         print(f"resilient-run: {error}", file=sys.stderr)
         sys.exit(EXIT_WRONG_INPUT)
     claim = _enter_run_dir(job.spec)
+    config.hand_on_kept_code(str(kept_code.begin(job.spec.run_dir) or ""))
     code = run_job(job.spec, argv, lambda sink: MindSporeAgent(*job, sink))
     claim.close()
     _leave(code)
@@ -432,12 +435,20 @@ def run_job(job: JobSpec, argv: list[str], agent: Callable[[JsonLines], _Runs]) 
     return code
 
 
+def _whole(path: Path) -> list[Event]:
+    """All events. Raises LookupError where a rank has made a new file, since the one of before is elsewhere."""
+    events = read_events(path)
+    if not any(event.kind == "run_start" for event in events):
+        raise LookupError(f"{path} has lost its begin: was the run directory moved, or emptied?")
+    return events
+
+
 def _sum_up(job: JobSpec, code: int, console: Console) -> None:
     """The last line, and the trace. They only tell: the job is over, and its exit code is known."""
     from resilient_train.observe.trace import write_trace
 
     try:
-        events = read_events(job.run_dir / EVENTS_FILE)
+        events = _whole(job.run_dir / EVENTS_FILE)
         if code != EXIT_WRONG_INPUT or any(event.kind == "started" for event in events):
             told = f"{summary(events, code)}. Logs: {job.log_dir}; all of it: resilient-train report {job.run_dir}"
             if short := missed(events, parse_plan(job.settings.faults)):
@@ -445,7 +456,9 @@ def _sum_up(job: JobSpec, code: int, console: Console) -> None:
             console.say(line(told))
         write_trace(events, job.run_dir / "trace.json")
     except Exception as error:
-        console.say(line(f"what became of the run can't be told from its events: {error!r}"))
+        console.say(
+            line(f"ended with exit code {code}; what became of the run can't be told from its events: {error!r}")
+        )
 
 
 if __name__ == "__main__":

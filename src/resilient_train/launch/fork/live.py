@@ -19,7 +19,8 @@ from typing import Any
 from resilient_train import config
 from resilient_train._imported import BOOT, watch
 from resilient_train.integrations.mindio import finder
-from resilient_train.launch.fork.imports import Script, hidden, target_of
+from resilient_train.launch.fork.imports import Script, hidden, script_of, target_of
+from resilient_train.launch.fork.kept_code import KeptCode
 
 
 def cold(command: Sequence[str]) -> tuple[str, ...]:
@@ -39,8 +40,8 @@ def begin() -> None:
     if config.is_hosted():
         finder.install()
     command = (sys.executable, "-u", *sys.argv[1:])
-    target = target_of(command)
-    if isinstance(target, str):  # it was a script when the agent looked
+    target = script_of(command)
+    if isinstance(target, str):
         sys.exit(f"resilient-run: {target}")
     if hidden(target.folder()):  # by what this package has imported already: then as if it had not
         os.execv(command[0], command)  # noqa: S606 - no shell
@@ -53,7 +54,11 @@ def live(command: Sequence[str], target: Script) -> None:
     main.__dict__.update(__annotations__={}, __builtins__=builtins)
     sys.modules["__main__"] = main
     sys.orig_argv[:] = command
+    kept = KeptCode(Path(config.kept_code())) if config.kept_code() else None
     folder = target.folder()
+    if kept is not None:
+        kept.install()
+        folder = folder and kept.scripts_folder(folder)
     if folder:
         sys.path.insert(0, folder)
     sys.argv[:] = [target.script or "-m", *target.arguments]
@@ -62,18 +67,19 @@ def live(command: Sequence[str], target: Script) -> None:
         if target.module:
             runpy._run_module_as_main(target.module)  # type: ignore[attr-defined] # noqa: SLF001 - what -m itself calls
         else:
-            exec(_compiled(target.script, main), main.__dict__)  # noqa: S102 - what this process is for
+            exec(_compiled(target.script, main, kept), main.__dict__)  # noqa: S102 - what this process is for
     except BaseException as error:
         if not isinstance(error, SystemExit):
             sys.excepthook = _Hook(sys.excepthook)
         raise
 
 
-def _compiled(script: str, main: ModuleType) -> CodeType:
+def _compiled(script: str, main: ModuleType, kept: KeptCode | None) -> CodeType:
     path = script if os.path.isabs(script) else f"{Path.cwd()}/{script}"  # noqa: PTH117 - not normalized, like Python's
     loader = SourceFileLoader("__main__", path)
     main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
-    return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    text = kept.text(path) if kept is not None else Path(path).read_bytes()
+    return compile(text, path, "exec", dont_inherit=True)
 
 
 class _Hook:

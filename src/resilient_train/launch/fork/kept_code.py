@@ -1,0 +1,160 @@
+"""The user's code as the job's first processes have read it, in the run directory, for all that come later.
+
+A process that takes a rank's place reads the script hours after the others. By then somebody may have edited it, pulled
+a newer version, or have made ``current`` point elsewhere; a file may be half written, or gone. Replicas would not even
+differ, for gradients are averaged. So who first reads a source file of the user's leaves a copy, by its own path in a
+folder of the job's, and everybody reads the copy. A job that is started again has a new folder.
+
+Two kinds of text are read from the file itself: one that was written since this process began, and what it reads for
+a second time (``importlib.reload``, one module after the other). The job writes such files by itself, and a
+new process writes them again.
+
+Of installed packages nothing is kept, nor of what is no Python source. Other programs that a rank starts (workers of a
+data loader by ``spawn``, too) read what is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import shutil
+import tempfile
+import time
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+from resilient_train.script_place import is_users
+
+_PREFIX = "code-"
+_MARK = ".resilient_train"
+"""In folders that are ours to remove."""
+_SCRIPTS_FOLDER = ".folder"
+_TRIES = 3
+
+
+def begin(run_dir: Path) -> Path | None:
+    """The new folder of a job that begins; None: there can be none. Those of earlier jobs go."""
+    for older in run_dir.glob(f"{_PREFIX}*"):
+        if (older / _MARK).is_file() and not older.is_symlink():
+            shutil.rmtree(older, ignore_errors=True)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=run_dir))
+        (folder / _MARK).touch()
+    except OSError:
+        return None
+    return folder
+
+
+class KeptCode:
+    """``folder`` is the copies'. Where no copy can be made or read, the file itself counts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._began_ns = time.time_ns()
+        self._copies: dict[str, str] = {}
+        """Those that this process reads; empty: the file itself."""
+        self._asked = set[str]()
+        """Files of which this process has asked for the time, as it does in front of each import."""
+
+    def install(self) -> None:
+        """From now on imports read the copies."""
+        get_data, path_stats = SourceFileLoader.get_data, SourceFileLoader.path_stats
+
+        def get_kept_data(loader: Any, path: str) -> bytes:
+            return self.text(path) if _is_source(path) else get_data(loader, path)
+
+        def kept_path_stats(loader: Any, path: str) -> Any:
+            # Whether a .pyc is of that text is told by these.
+            return path_stats(loader, self._imported(path) or path if _is_source(path) else path)
+
+        SourceFileLoader.get_data = get_kept_data  # type: ignore[method-assign,assignment]
+        SourceFileLoader.path_stats = kept_path_stats  # type: ignore[method-assign,assignment]
+
+    def text(self, path: str) -> bytes:
+        """Of the source file. Raises OSError if there is neither a copy nor the file."""
+        copy = self._copy_of(path)
+        if not copy:
+            return Path(path).read_bytes()
+        text = Path(copy).read_bytes()
+        if not _is_as_it_was(path, copy):  # tracebacks, and whoever else asks for lines, shall have those that run
+            lines = text.decode(errors="replace").splitlines(keepends=True)
+            linecache.cache[path] = (len(text), None, lines, path)
+        return text
+
+    def scripts_folder(self, now: str) -> str:
+        """What ``now`` was in the first process: a link may lead elsewhere now. If it is gone, that of the copies."""
+        copy = f"{self._folder}/{_SCRIPTS_FOLDER}"
+        try:
+            if self._folder.is_dir():
+                _leave(os.fsencode(now), copy)
+            first = os.fsdecode(Path(copy).read_bytes())
+            return first if Path(first).is_dir() else f"{self._folder}{first}"
+        except OSError:
+            return now
+
+    def _imported(self, path: str) -> str:
+        if path in self._asked and self._copies.get(path):
+            self._copies[path] = ""
+            linecache.cache.pop(path, None)
+        self._asked.add(path)
+        return self._copy_of(path)
+
+    def _copy_of(self, path: str) -> str:
+        if path not in self._copies:
+            copy = f"{self._folder}{os.path.abspath(path)}"  # noqa: PTH100 - links are not followed
+            try:
+                self._copies[path] = copy if self._make(path, copy) else ""
+            except OSError:  # no room, no rights, too long a name, the run directory is gone
+                return ""
+        return self._copies[path]
+
+    def _make(self, path: str, copy: str) -> bool:
+        """Whether there is one to be read."""
+        with contextlib.suppress(OSError):
+            if Path(path).stat().st_mtime_ns > self._began_ns:
+                return False
+        if Path(copy).exists():
+            return True
+        if not self._folder.is_dir():
+            raise FileNotFoundError(self._folder)  # somebody has removed it: it is not made anew
+        text, stats = _read(path)
+        Path(copy).parent.mkdir(parents=True, exist_ok=True)
+        _leave(text, copy, stats)
+        return True
+
+
+def _is_source(path: str) -> bool:
+    return path.endswith(".py") and is_users(path)
+
+
+def _read(path: str) -> tuple[bytes, os.stat_result]:
+    """Once more where somebody writes it meanwhile."""
+    for left in reversed(range(_TRIES)):
+        with Path(path).open("rb") as file:
+            stats, text, after = os.fstat(file.fileno()), file.read(), os.fstat(file.fileno())
+        if not left or (stats.st_mtime_ns == after.st_mtime_ns and len(text) == after.st_size):
+            break
+    return text, stats
+
+
+def _leave(text: bytes, copy: str, stats: os.stat_result | None = None) -> None:
+    """Whoever comes first: a link is made only where there is nothing yet, and whole."""
+    made = f"{copy}.{os.getpid()}"
+    Path(made).write_bytes(text)
+    try:
+        if stats is not None:
+            os.utime(made, ns=(stats.st_mtime_ns, stats.st_mtime_ns))
+        with contextlib.suppress(FileExistsError):
+            os.link(made, copy)
+    finally:
+        Path(made).unlink()
+
+
+def _is_as_it_was(path: str, copy: str) -> bool:
+    try:
+        here, there = Path(path).stat(), Path(copy).stat()
+    except OSError:
+        return False
+    return (here.st_mtime_ns, here.st_size) == (there.st_mtime_ns, there.st_size)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import heapq
 import importlib
+import itertools
 import linecache
 import random
 import sys
@@ -18,22 +19,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from resilient_train import script_place
 from resilient_train.errors import ConfigError
-from resilient_train.session import loop_carried as loop_carried_module
-from resilient_train.session.loop_carried import (
+from resilient_train.session.metrics import check_metrics
+from resilient_train.session.reading import loop_carried as loop_carried_module
+from resilient_train.session.reading import static_lookup
+from resilient_train.session.reading.flow import Flow
+from resilient_train.session.reading.known_objects import KnownObjects, given_names, leaves_out
+from resilient_train.session.reading.loop_carried import (
     LoopCarried,
-    _Flow,
-    _Registered,
-    _Scope,
     body_carried,
-    given_names,
-    leaves_out,
     loop_carried,
 )
-from resilient_train.session.metrics import check_metrics
-from resilient_train.session.static_lookup import Texts
+from resilient_train.session.reading.scope import Scope
+from resilient_train.session.reading.static_lookup import Texts
 
 LOOPS = {
     "nothing": ("loss = step * 2\nprint(loss)", ()),
@@ -764,6 +765,51 @@ def test_what_is_filled_for_what_stands_behind_the_loop(kept: Any, behind: str, 
     assert (found.names if found else ()) == expected
 
 
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("    if step > 6:\n        best = loss\nprint(best)", ("best",)),
+        ("    if step > 6:\n        net.seen = loss\nprint(net.seen)", ("net.seen",)),
+        ("    best = loss\nprint(best)", ()),
+        ("    if this.done:\n        best = loss\nprint(best)", ()),
+        ("    if step > 6:\n        best = loss", ()),
+        ("    if this.done and step > 6:\n        best = loss\nprint(best)", ("best",)),
+    ],
+)
+def test_what_is_set_now_and_then_and_read_behind_the_loop(source: str, expected: tuple[str, ...]) -> None:
+    values = {**names(), "this": SimpleNamespace(done=True)}
+    found = carried(f"for step in session_steps():\n    loss = step\n{source}\n", values)
+    assert (found.names if found else ()) == expected
+
+
+class _Stepping:
+    def __init__(self, steps: Any) -> None:
+        self.steps = steps
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    [
+        ("phases()", ("phases()",)),
+        ("cycle(news), range(3)", ("cycle(news)", "range(3)")),
+        ("itertools.repeat(1)", ()),
+    ],
+)
+def test_what_a_loop_takes_one_of_with_each_step(beside: str, expected: tuple[str, ...]) -> None:
+    steps = names()["session_steps"]
+    values = {**names(), "session": _Stepping(steps), "phases": lambda: [1], "cycle": list, "itertools": itertools}
+    found = carried(f"for step, *_ in zip(session.steps(), {beside}):\n    print(step)\n", values)
+    assert (found.names if found else ()) == expected
+
+
+def test_a_module_that_holds_others_grows() -> None:
+    values = {**names(), "torch": torch, "teachers": torch.nn.ModuleList()}
+    source = "for step in session_steps():\n    use(teachers)\n    teachers.append(torch.nn.ReLU())\n"
+    found = carried(source, values)
+    assert found
+    assert found.names == ("teachers",)
+
+
 def test_a_loader_that_a_loop_goes_through() -> None:
     data = Held(keep=[1, 1])
     values = {**names(), "data": data, "loader": Held(dataset=data)}
@@ -798,8 +844,8 @@ def test_loops_in_loops_take_no_time() -> None:
     lines = ["for step in session_steps():", *(f"{' ' * deep}for t{deep} in terms:" for deep in range(1, 9))]
     source = "\n".join([*lines, f"{' ' * 9}t8.update(1.0)\n"])
     for terms in ([Scaled() for _ in range(16)], [kind() for kind in kinds]):
-        registered = _Registered((), (), ())
-        flow = _Flow(_Scope((lambda: 0).__code__, {}, {"terms": terms}), registered, Texts())
+        registered = KnownObjects((), (), ())
+        flow = Flow(Scope((lambda: 0).__code__, {}, {"terms": terms}), registered, Texts())
         loop = ast.parse(source).body[0]
         assert isinstance(loop, ast.For)
         flow.run_loop(loop)
@@ -934,13 +980,13 @@ def test_what_holds_millions_is_not_read_through(monkeypatch: pytest.MonkeyPatch
         looked_at += 1
         return type(value) is np.ndarray
 
-    monkeypatch.setattr(loop_carried_module, "_is_array", is_array)
+    monkeypatch.setattr(static_lookup, "is_array", is_array)
     kept = [Transition()] * 100_000
     average = np.zeros(2)
-    found = [*loop_carried_module._arrays_in({"replay": kept, "more": [kept, {"average": average}]})]
+    found = [*static_lookup.arrays_in({"replay": kept, "more": [kept, {"average": average}]})]
     assert not found
     assert looked_at <= 2000
-    found = [*loop_carried_module._arrays_in({"average": (average,), "replay": kept})]
+    found = [*static_lookup.arrays_in({"average": (average,), "replay": kept})]
     assert [id(each) for each in found] == [id(average)]
 
 

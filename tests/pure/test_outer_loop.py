@@ -8,7 +8,7 @@ import torch
 
 import resilient_train as rt
 from resilient_train.errors import ConfigError, UsageError
-from resilient_train.session.outer_loop import Made, made_here, outer_loop
+from resilient_train.session.reading.outer_loop import Made, made_here, outer_loop
 
 found: list[str] = []
 made: Made = {}

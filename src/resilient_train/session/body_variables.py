@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from resilient_train.session.static_lookup import UNKNOWN, bare, cells, contents, functions_of
+from resilient_train.session.reading.static_lookup import UNKNOWN, bare, cells, contents, functions_of
 
 _OF_MODULE = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
 _VARIABLES = frozenset((*dis.hasfree, *dis.haslocal))

@@ -62,34 +62,27 @@ from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.kept_calls import BodyCall, KeptCall
 from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import Cursor
-from resilient_train.session.loop_carried import (
-    LoopCarried,
-    and_also,
-    body_carried,
-    given_by,
-    given_names,
-    leaves_out,
-    loop_carried,
-)
 from resilient_train.session.loop_head import LoopHead
 from resilient_train.session.nan_watch import NanWatch
 from resilient_train.session.neighbour_inputs import NeighbourInputs
 from resilient_train.session.pauses import ScriptPauses
 from resilient_train.session.publication import Publication
 from resilient_train.session.rank_trace import RankTrace
-from resilient_train.session.rebuild import build_groups
+from resilient_train.session.reading.known_objects import own_of
+from resilient_train.session.reading.loop_carried import carried_at
+from resilient_train.session.reading.static_lookup import Texts
+from resilient_train.session.rebuild import build_groups, no_threads
 from resilient_train.session.replica_comparison import Comparison
 from resilient_train.session.saving import Saving
-from resilient_train.session.static_lookup import Texts
 from resilient_train.session.step import Step, Steps
 from resilient_train.session.stop_delivery import StopDelivery
 
 LOOP_IS_OVER = "this Session's loop is over: one loop for a Session (step.epoch tells passes over the data)"
-_OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
-"""The attributes that all ranks hold alike, and a new process gets."""
 _WATCHDOG_S = 5.0
 _LOOK_MS = 100
 _COUNTED_S = 0.5
+_LACK_S = 2.0
+_NO_THREADS = " (ulimit -u, pids.max)"
 """How much of the time since the last look counts: whoever was stopped himself has not waited meanwhile."""
 _ENDS_WELL = on.Exit("ok")
 _LIKE_A_COLLECTIVE = ("HCCE", "LINK", "STOPPED")
@@ -273,29 +266,10 @@ class Driver:
         frame = next(script_place.frames(), None)
         if not self._tells or frame is None:
             return
-        objects = self._objects
-        ours = (*objects.schedulers, objects.scaler, *self._cursor.sources())
-        registered = [*objects.extra.values(), *objects.rank_extra.values()]
         try:
-            texts = Texts()
-            partly = [(each, names) for each in registered if (names := given_names(each, texts)) is not None]
-            partly += [(each, _OF_OPTIMIZERS) for each in objects.optimizers]
-            loose = [*(each for each in registered if leaves_out(each)), *(each for each, _ in partly)]
-            whole = [each for each in registered if not any(each is one for one in loose)]
-            known = [each for each in (*ours, *whole) if each is not None]
-            known += [part for one in registered if not leaves_out(one) for part in given_by(one)]
-            known += [group for each in objects.optimizers for group in each.param_groups]
-            settled = [*self._engine.window.settled(), *partly]
-            of_models, loaders = ((*objects.models, *loose), settled), [self._cursor.loader]
-            users = call is None or script_place.is_users(frame.f_code.co_filename)
-            found = None
-            if users:
-                found = loop_carried(frame, known, *of_models, loaders, each=call is not None, texts=texts)
-            if call is not None and again is not None:
-                lasting = again.lasting(call)
-                found = and_also(found, body_carried(call.body, known, *of_models, given=lasting, texts=texts))
-                if again.results:
-                    found = and_also(found, LoopCarried(("what session.call returns",), script_place.line()))
+            texts, cursor = Texts(), self._cursor
+            own = own_of(self._objects, cursor.sources(), self._engine.window.settled(), texts)
+            found = carried_at(frame, own, cursor.loader, texts, call, again)
         except Exception as error:  # a text that it does not understand is no reason to end a job that goes on
             self._event("loop_unread", {"error": f"{type(error).__name__}: {error}"})
             return
@@ -1204,7 +1178,9 @@ class Driver:
             return on.Stopped()
         if isinstance(built, Exception):
             self._error = built
-            return on.Failed(f"building groups: {built}")
+            if no_threads(built):
+                time.sleep(_LACK_S)  # it may be over then; so often is a recovery begun anew, and no more
+            return on.Failed(f"building groups: {built}{_NO_THREADS if no_threads(built) else ''}")
         self._engine.groups.adopt(built, replaced=replaced)
         self._stop_delivery.guard_sockets(self._engine.groups.sockets())
         # A stop that the watchdog handled before it knew of the new sockets would find nothing to shut.

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from resilient_train.session.kept_calls import BodyCall
-from resilient_train.session.static_lookup import isinstance_past
+from resilient_train.session.reading.static_lookup import isinstance_past
 
 _CALLS = 8
 """So many back: bodies may take turns."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from resilient_train.errors import ConfigError
-from resilient_train.session.static_lookup import all_parts, counts_for_itself, held
+from resilient_train.session.reading.static_lookup import all_parts, counts_for_itself, held
 
 
 def check_metrics(registered: Mapping[str, Mapping[str, Any]]) -> None:

@@ -11,6 +11,13 @@ from resilient_train.frameworks.roles import Groups
 from resilient_train.protocol.messages import Address, FromAgent, Stop
 from resilient_train.session.agent_link import Link
 
+_LACKS = ("can't start new thread", "Resource temporarily unavailable")
+
+
+def no_threads(error: Exception) -> bool:
+    """Whether the system has no more threads or processes for this user (``ulimit -u``, ``pids.max``)."""
+    return any(words in str(error) for words in _LACKS)
+
 
 def build_groups(link: Link, groups: Groups, generation: int, *, replaced: bool) -> Any:
     """The groups, built but not adopted; the error that ended the building; or None: a newer stop came."""
@@ -27,7 +34,11 @@ def build_groups(link: Link, groups: Groups, generation: int, *, replaced: bool)
         addresses.close()
 
     link.hear_addresses(generation, addresses.hear)
-    threading.Thread(target=build, name="rt-build-groups", daemon=True).start()
+    try:
+        threading.Thread(target=build, name="rt-build-groups", daemon=True).start()
+    except RuntimeError as error:  # no thread is to be had (ulimit -u, pids.max)
+        outcome.append(error)
+        addresses.close()
     try:
         if not _built_before_stop(link, wakes, addresses):
             addresses.give_up()

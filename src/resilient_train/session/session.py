@@ -39,8 +39,8 @@ from resilient_train.session.driver import LOOP_IS_OVER, Driver
 from resilient_train.session.kept_calls import BodyCall
 from resilient_train.session.loader import Cursor
 from resilient_train.session.metrics import check_metrics
-from resilient_train.session.outer_loop import made_here, outer_loop
 from resilient_train.session.randomness import BodiesRandom
+from resilient_train.session.reading.outer_loop import made_here, outer_loop
 from resilient_train.session.step import Step
 from resilient_train.standby_stage import standby_point
 

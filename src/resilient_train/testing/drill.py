@@ -22,7 +22,7 @@ from resilient_train.faults import COST_NO_PROCESS, INJECTABLE, PLACES, TARGETS,
 from resilient_train.observe.report import Line
 from resilient_train.observe.sinks import EVENTS_FILE, read_events
 from resilient_train.observe.timeline import Recovery, RecoveryOutcome, Run, read_run
-from resilient_train.session.loop_carried import LoopCarried
+from resilient_train.session.reading.loop_carried import LoopCarried
 from resilient_train.testing.drill_comparison import Difference, DrillComparison
 
 DEFAULT_KINDS = ("kill", "stop", "hcce", "uce")

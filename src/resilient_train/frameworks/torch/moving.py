@@ -4,9 +4,11 @@ Nobody publishes where they stand. A step that is redone goes on from where its 
 process begins with them anew: other batches than those of the undisturbed run, and no error.
 
 Looked at are the iterators of DataLoaders, where the Session was given none, and what a ``zip`` or ``enumerate`` around
-the Session's steps goes through and counts. Not seen: what a generator function of the script counts, and iterators and
-random number generators in variables. (To read the variables of a function that runs makes Python 3.11 keep their
-values until it returns; and a generator that each step seeds anew can't be told from one that goes on.)
+the Session's steps goes through and counts, as far as it is Python's own and holds its place itself: a generator may
+go by what is registered, and is only told (``session/reading``). Not seen: what a generator function of the script
+around the steps counts, and iterators and random number generators in variables. (To read the variables of a function
+that runs makes Python 3.11 keep their values until it returns; and a generator that each step seeds anew can't be told
+from one that goes on.)
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import gc
 import operator
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import count, cycle, repeat
 from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
 
@@ -22,6 +25,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from resilient_train.frameworks.torch.reached import is_ours
 
+_KEYS = dict[str, int]()
+_OTHERS = tuple(type(iter(each)) for each in (_KEYS, _KEYS.items(), _KEYS.values(), set[int](), "", "\x80", b""))
+_PLACES = (count, cycle, *_OTHERS)
+"""Of these nobody can ask where they are."""
 _ITERATORS = tuple(type(iter(each)) for each in ((), [None], range(1)))
 _AROUND = (zip, enumerate, map, filter, GeneratorType)
 _DEEP = 4
@@ -40,9 +47,9 @@ class _Place(NamedTuple):
         kind = type(self.thing)
         if kind is enumerate:
             return "what enumerate() counts"
-        if kind in _ITERATORS:
-            return f"what zip() goes through, a {kind.__qualname__},"
-        return f"an iterator of a DataLoader ({type(self.thing._dataset).__qualname__})"
+        if issubclass(kind, _BaseDataLoaderIter):
+            return f"an iterator of a DataLoader ({type(self.thing._dataset).__qualname__})"
+        return f"what zip() goes through, a {kind.__qualname__},"
 
 
 class Moving:
@@ -50,12 +57,16 @@ class Moving:
 
     def __init__(self) -> None:
         self._places: dict[int, _Place] = {}
+        self._looks = 0
 
     def look(self, objects: Iterable[Any], *, loaders: bool) -> None:
         """What has gone on since the last look? ``objects``: all there are. ``loaders``: those of DataLoaders, too."""
         before, self._places = self._places, {}
-        for each in _around_the_loop(objects):
-            at = _place(each) if loaders or not issubclass(type(each), _BaseDataLoaderIter) else None
+        self._looks += 1
+        for each, drawn in _around_the_loop(objects):
+            at = _place(each) if drawn or loaders or not issubclass(type(each), _BaseDataLoaderIter) else None
+            if at is None and drawn and type(each) in _PLACES:
+                at = self._looks
             if at is not None:
                 was = before.get(id(each))
                 times = was.times + 1 if was is not None and was.at != at else 0
@@ -80,16 +91,27 @@ class Moving:
         self._places.clear()
 
 
-def _around_the_loop(objects: Iterable[Any]) -> Iterator[Any]:
-    """And all iterators of DataLoaders, wherever they are."""
+def _around_the_loop(objects: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """And all iterators of DataLoaders, wherever they are; with whether each step takes one of it."""
     running = set(_stack())
+    drawn = dict[int, Any]()
+    others = list[Any]()
     for each in objects:
         kind = type(each)
         if issubclass(kind, _BaseDataLoaderIter):
-            yield each
+            others.append(each)
         elif (kind is zip or kind is enumerate) and _leads_to(each, running, _DEEP):
-            yield each
-            yield from _within(each)
+            others.append(each)
+            if kind is zip:
+                parts = each.__reduce__()[1]
+                drawn |= {id(part): part for part in parts if not _is_steps(part, running) and type(part) is not repeat}
+    yield from ((each, True) for each in drawn.values())
+    yield from ((each, False) for each in others if id(each) not in drawn)
+
+
+def _is_steps(part: Any, running: set[int]) -> bool:
+    """Whether the steps come of it."""
+    return is_ours(type(part)) or (type(part) in _AROUND and _leads_to(part, running, _DEEP))
 
 
 def _stack() -> Iterator[int]:

@@ -13,6 +13,7 @@ import linecache
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from types import (
     CellType,
     CodeType,
@@ -38,7 +39,8 @@ _WRAPPED_MAX = 10
 _REACHED_MAX, _WIDE = 300, 16
 FUNCTIONS = (FunctionType, MethodType)
 PROPERTIES = (property, functools.cached_property)
-_PARTS = "_modules"
+_MODULE_CONTAINERS = "torch.nn.modules.container"
+MODULES = "_modules"
 """Where a torch module has the modules in it."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
           "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # fmt: skip
@@ -81,6 +83,11 @@ def counts_for_itself(value: Any) -> bool:
     own = attributes_of(value)
     begins, gives = own.get("_defaults"), own.get("_persistent")
     return type(begins) is type(gives) is dict and begins.keys() == gives.keys()
+
+
+def is_module_container(value: Any) -> bool:
+    """``torch.nn.Sequential``, ``ModuleList``, ``ParameterDict``, ..."""
+    return any(_HELD.__get__(each).get("__module__") == _MODULE_CONTAINERS for each in _ORDER.__get__(type(value)))
 
 
 def held(value: Any, attribute: str) -> Any:
@@ -132,7 +139,7 @@ def attributes_of(value: Any) -> Mapping[str, Any]:
 
 def parts_of(value: Any) -> Mapping[str, Any]:
     """The modules that lie directly in a torch module, by name."""
-    found = attributes_of(value).get(_PARTS)
+    found = attributes_of(value).get(MODULES)
     return found if type(found) is dict else {}
 
 
@@ -310,3 +317,47 @@ def _is_of(code: CodeType, node: Function) -> bool:
         return False
     first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
     return code.co_firstlineno in (first, node.lineno)
+
+
+PLAIN = (int, float, complex, bool, str, bytes, tuple, list, dict, set, frozenset, deque)
+"""Of a module's attributes, what its state_dict() has not; nor has it tensors and arrays that are no buffers."""
+OF_ARRAYS = ("add_", "__array_interface__")
+"""What tensors of torch's, and arrays of NumPy's, have."""
+_LOOKED_AT = 2000
+"""Objects in a container: 10 us each."""
+CONTAINERS = (list, dict, set, deque)
+
+
+def is_plain(value: object) -> bool:
+    return type(value) in PLAIN or any(held(value, verb) is not UNKNOWN for verb in OF_ARRAYS)
+
+
+def is_array(value: object) -> bool:
+    return any(held(value, verb) is not UNKNOWN for verb in OF_ARRAYS)
+
+
+def can_change(value: object) -> bool:
+    return type(value) in CONTAINERS or is_array(value)
+
+
+def arrays_in(value: Any) -> Iterator[object]:
+    """Tensors and arrays; of containers those in them, three deep, as far as is soon told: they may hold millions."""
+    todo, left = deque([(value, 3)]), _LOOKED_AT
+    while todo and left:
+        each, depth = todo.popleft()
+        left -= 1
+        if type(each) not in PLAIN and is_array(each):
+            yield each
+        elif depth and isinstance_past(each, (dict,)):
+            todo.extend((item, depth - 1) for item in islice(dict.values(each), left))
+        elif depth and type(each) in (list, tuple, deque):
+            todo.extend((item, depth - 1) for item in islice(each, left))
+
+
+def is_object(value: Any) -> bool:
+    return value is not None and value is not UNKNOWN and not is_plain(value)
+
+
+def kind_of(value: Any) -> object:
+    """Two of one kind run the same text."""
+    return type(value), *(each.function.__code__ for each in functions_of(value))

@@ -10,8 +10,8 @@ import ast
 from types import CodeType, FrameType
 
 from resilient_train import script_place
-from resilient_train.session.loop_carried import Loop, in_scope, lasts_at, loops_at
-from resilient_train.session.static_lookup import Texts
+from resilient_train.session.reading.names import Loop, in_scope, lasts_at, loops_at
+from resilient_train.session.reading.static_lookup import Texts
 
 _LEAVES = (ast.Break, ast.Return, ast.Raise)
 Made = dict[CodeType, int]

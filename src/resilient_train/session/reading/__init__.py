@@ -1,0 +1,1 @@
+"""What the text of the user's loop says, without running it."""

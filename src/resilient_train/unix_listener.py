@@ -8,6 +8,7 @@ is accepted for a while, and those who are connected notice nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections import deque
@@ -335,7 +336,8 @@ class Listener(Generic[Received]):
         self._loop.remove_reader(self._socket)
         self._socket.close()
         if _identity(self._path) == self._identity:
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the file system may be read-only by now
+                self._path.unlink()
         for connection in tuple(self._connections):
             self.drop(connection)
 

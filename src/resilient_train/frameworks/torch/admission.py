@@ -179,7 +179,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if is_zero(optimizer):
         check_zero(optimizer)
         optimizer = stepping(optimizer)
-    for inner in _held_optimizers(optimizer):
+    for inner in held_optimizers(optimizer):
         if inner.state is not optimizer.state:
             raise ConfigError(
                 f"optimizer: {_name(optimizer)} wraps an optimizer ({_name(inner)}) whose state is not in its own, so "
@@ -199,7 +199,8 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _held_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+def held_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Those that it wraps."""
     for value in vars(optimizer).values():
         items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
         for item in items:

@@ -178,7 +178,8 @@ class SetUpCollectives:
                 self._first.end_at_pass(line())
                 self._derived.end()
                 return group.run(verb, args)
-            if in_backward() or self._averages:
+            # What its constructor gathers are shapes, which it compares, and of which nothing comes.
+            if in_backward() or (self._averages and verb == _HANDS_OUT):
                 self._averages = True
                 self._derived.are_results(tensors, _of_ddp(verb, args), line())
         self._derived.are_room(tensors)

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from resilient_train.errors import TransferError, UsageError
 from resilient_train.frameworks.roles import Objects, Updates, WrittenEarly
 from resilient_train.frameworks.torch import cuda_graphs
-from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, stranger
+from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, held_optimizers, stranger
 from resilient_train.frameworks.torch.buckets import Buckets, PassHistory
 from resilient_train.frameworks.torch.carried_gradients import CarriedGradients
 from resilient_train.frameworks.torch.containers import copy_tree
@@ -347,6 +347,8 @@ class TorchWindow:
         groups = len(optimizer.param_groups)
         if self._harmless.get(optimizer) == groups:
             return
+        if any(id(inner) in self._registered for inner in held_optimizers(optimizer)):
+            return  # a wrapper, as SAM: what it writes by itself is seen as what the script writes
         theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in self._objects.models:
             for name, parameter in model.named_parameters():

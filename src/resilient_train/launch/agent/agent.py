@@ -97,7 +97,10 @@ class Agent:
         limit = raise_limit()
         self._controller = Controller(spec.world_size, spec.policy)
         self._job = self._controller.job
-        self._board = Board.create(spec.world_size)
+        try:
+            self._board = Board.create(spec.world_size)
+        except OSError as error:
+            raise ConfigError(f"shared memory for the ranks can't be had: {error} (ulimit -f)") from None
         self._deaths = DeathWatch(self._board)
         self._logs = Logs(spec)
         self._arenas = [Arena.create(DEFAULT_SLOT_BYTES, spec.settings.tail_log_bytes) for _ in range(spec.world_size)]

@@ -16,6 +16,8 @@ from torch._C._distributed_c10d import TCPStore
 from resilient_train.descriptors import keep_alone
 from resilient_train.errors import ConfigError
 
+_CONNECT_S = 10.0
+
 
 def make_store(host: str, port: int) -> TCPStore:
     """A store that listens on ``host`` (torch's own choice would be all interfaces), until this process ends. Port 0:
@@ -31,10 +33,24 @@ def make_store(host: str, port: int) -> TCPStore:
         listener.bind((host, port))
         listener.listen(2048)
         bound = int(listener.getsockname()[1])
+        _check_reachable(listener)
         _serve(host, bound, listener)
         return TCPStore(host, bound, is_master=False)
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"the store can't listen on {host}:{port}: {error}") from None
+
+
+def _check_reachable(listener: socket.socket) -> None:
+    """Torch would try for five minutes, and write its stacks each time. Raises ConfigError."""
+    host, port = listener.getsockname()
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_S):
+            listener.accept()[0].close()
+    except OSError as error:
+        raise ConfigError(
+            f"no process of this machine can connect to {host}, where the ranks are to meet: {error} (is the interface "
+            "`lo` up, and are there free ports?)"
+        ) from None
 
 
 def _serve(host: str, port: int, listener: socket.socket) -> None:

@@ -16,11 +16,15 @@ class Backing:
         self._failure: OSError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="rt-backing", daemon=True)
-        self._thread.start()
+        self._begun = True
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread is to be had (ulimit -u, pids.max): the first snapshots make their pages
+            self._begun = False
 
     def wait(self) -> None:
         """Until all pages are there. Raises MemoryLimitError if the kernel has none to give."""
-        self._thread.join()
+        self._join()
         if self._failure is not None:
             rank = self._pair.rank
             raise MemoryLimitError(f"rank {rank}: the kernel gave no pages for its snapshots: {self._failure}")
@@ -28,7 +32,11 @@ class Backing:
     def close(self) -> None:
         """Makes no more. To be called before the pair is closed: memory that is being made can't be unmapped."""
         self._closing = True
-        self._thread.join()
+        self._join()
+
+    def _join(self) -> None:
+        if self._begun:
+            self._thread.join()
 
     def _run(self) -> None:
         try:

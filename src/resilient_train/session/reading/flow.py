@@ -50,7 +50,6 @@ from resilient_train.session.step import Steps
 _CALLS_MAX = 500
 """Of functions that are followed; there is no end to what two that call each other do."""
 _OF_AUTOGRAD = ("forward", "setup_context", "backward")
-"""Of a Lightning module."""
 _ELEMENTS = 16
 """Of a list of objects that are called or changed: their classes are few."""
 _STATEMENTS_MAX = 5000

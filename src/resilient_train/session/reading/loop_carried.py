@@ -36,6 +36,7 @@ from resilient_train.session.reading.static_lookup import (
 
 _TOLD = 20
 _STEP = "training_step"
+"""Of a Lightning module."""
 
 
 class LoopCarried(NamedTuple):

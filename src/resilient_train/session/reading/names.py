@@ -24,6 +24,7 @@ def loops_at(frame: FrameType, texts: Texts) -> list[Loop]:
 
 
 def names_behind(loop: Loop, frame: FrameType, texts: Texts) -> set[str]:
+    """What the code behind it reads, in the same function."""
     tree = texts.function(frame.f_code, frame.f_globals) or texts.tree(frame.f_code, frame.f_globals)
     behind = (each for each in in_scope(tree) if getattr(each, "lineno", 0) > (loop.end_lineno or 0)) if tree else ()
     return {name for each in behind if isinstance(getattr(each, "ctx", None), ast.Load) and (name := name_of(each))}
@@ -60,6 +61,7 @@ def name_of(node: ast.AST) -> str:
 
 
 def entry_of(node: ast.AST, key: ast.AST) -> str:
+    """As ``a[key]`` is written."""
     base = name_of(node)
     return base and f"{base}[{ast.unparse(key)}]"
 

@@ -35,6 +35,13 @@ _DRAWS = ("Random", "Generator", "RandomState", "Queue", "SimpleQueue")
 """Python's, NumPy's and torch's own."""
 _FILES = io.IOBase.__mro__[1]
 _ORDER, _HELD, _NAME = (vars(type)[name] for name in ("__mro__", "__dict__", "__name__"))
+PLAIN = (int, float, complex, bool, str, bytes, tuple, list, dict, set, frozenset, deque)
+"""Of a module's attributes, what its state_dict() has not; nor has it tensors and arrays that are no buffers."""
+OF_ARRAYS = ("add_", "__array_interface__")
+"""What tensors of torch's, and arrays of NumPy's, have."""
+_LOOKED_AT = 2000
+"""Objects in a container: 10 us each."""
+CONTAINERS = (list, dict, set, deque)
 _WRAPPED_MAX = 10
 _REACHED_MAX, _WIDE = 300, 16
 FUNCTIONS = (FunctionType, MethodType)
@@ -319,24 +326,18 @@ def _is_of(code: CodeType, node: Function) -> bool:
     return code.co_firstlineno in (first, node.lineno)
 
 
-PLAIN = (int, float, complex, bool, str, bytes, tuple, list, dict, set, frozenset, deque)
-"""Of a module's attributes, what its state_dict() has not; nor has it tensors and arrays that are no buffers."""
-OF_ARRAYS = ("add_", "__array_interface__")
-"""What tensors of torch's, and arrays of NumPy's, have."""
-_LOOKED_AT = 2000
-"""Objects in a container: 10 us each."""
-CONTAINERS = (list, dict, set, deque)
-
-
 def is_plain(value: object) -> bool:
+    """Whether it is a value, and no object that may have attributes: a number, a container, a tensor."""
     return type(value) in PLAIN or any(held(value, verb) is not UNKNOWN for verb in OF_ARRAYS)
 
 
 def is_array(value: object) -> bool:
+    """A tensor of torch's, or an array of NumPy's."""
     return any(held(value, verb) is not UNKNOWN for verb in OF_ARRAYS)
 
 
 def can_change(value: object) -> bool:
+    """Whether it can be changed in place, by whoever has another name for it."""
     return type(value) in CONTAINERS or is_array(value)
 
 
@@ -355,6 +356,7 @@ def arrays_in(value: Any) -> Iterator[object]:
 
 
 def is_object(value: Any) -> bool:
+    """Whether it is known, and may have attributes."""
     return value is not None and value is not UNKNOWN and not is_plain(value)
 
 

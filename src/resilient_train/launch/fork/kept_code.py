@@ -19,7 +19,6 @@ import contextlib
 import linecache
 import os
 import shutil
-import tempfile
 import time
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -39,8 +38,9 @@ def begin(run_dir: Path) -> Path | None:
     for older in run_dir.glob(f"{_PREFIX}*"):
         if (older / _MARK).is_file() and not older.is_symlink():
             shutil.rmtree(older, ignore_errors=True)
+    folder = run_dir / f"{_PREFIX}{time.time_ns()}"
     try:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=run_dir))
+        folder.mkdir(mode=0o700)
         (folder / _MARK).touch()
     except OSError:
         return None

@@ -28,6 +28,7 @@ def test_an_optimizer_comes_back_bit_for_bit(tmp_path: Path, undisturbed_of: Und
     run = launch(tmp_path / "run", "optimizers.py", kind, STEPS, ranks=2, flags=("--faults", plan))
     assert run.code == 0, run.explain()
     assert run.recoveries() == len(run.of("injected")) == 4, run.explain()
+    assert ("Sharpness steps the registered SGD, and is not registered itself" in run.err) == (kind == "sharpness")
     ((expected, _), *_) = reference.digests().values()
     assert [digest for digest, _ in run.digests().values()] == [expected] * 2, run.explain()
 

@@ -171,6 +171,16 @@ def test_who_waits_to_update_never_meets_who_is_in_a_collective_of_the_window(
         assert "never meet" in found.why
 
 
+def test_who_is_apart_is_not_said_to_be_behind() -> None:
+    """The rank that is least far need not be the one that is wrong: most have left the collective out."""
+    job = running()
+    job.progress = [Progress(40, Phase.READY, 1, Activity.TRAINING)] * 4
+    job.put(3, phase=Phase.COMPUTE, collectives=2)
+    job.pass_ms(30_000)
+    assert [each.verdict for each in job.found] == [Suspicion.SUSPECT, Suspicion.HUNG]
+    assert all(each.ranks == (3,) for each in job.found)
+
+
 @pytest.mark.parametrize(
     "other",
     [

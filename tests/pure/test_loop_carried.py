@@ -35,6 +35,7 @@ from resilient_train.session.reading.loop_carried import (
 )
 from resilient_train.session.reading.scope import Scope
 from resilient_train.session.reading.static_lookup import Texts
+from resilient_train.session.step import Step, StepListener
 
 LOOPS = {
     "nothing": ("loss = step * 2\nprint(loss)", ()),
@@ -773,11 +774,13 @@ def test_what_is_filled_for_what_stands_behind_the_loop(kept: Any, behind: str, 
         ("    best = loss\nprint(best)", ()),
         ("    if this.done:\n        best = loss\nprint(best)", ()),
         ("    if step > 6:\n        best = loss", ()),
+        ("    if env.done:\n        best = loss\nprint(best)", ("best",)),
+        ("    if env.done:\n        hidden = loss\n    use(hidden)", ("hidden",)),
         ("    if this.done and step > 6:\n        best = loss\nprint(best)", ("best",)),
     ],
 )
 def test_what_is_set_now_and_then_and_read_behind_the_loop(source: str, expected: tuple[str, ...]) -> None:
-    values = {**names(), "this": SimpleNamespace(done=True)}
+    values = {**names(), "this": Step(StepListener, 0), "env": SimpleNamespace(done=True)}
     found = carried(f"for step in session_steps():\n    loss = step\n{source}\n", values)
     assert (found.names if found else ()) == expected
 

@@ -201,25 +201,28 @@ class HangDetector:
         if surely and stalled_ms >= limit_ms:
             found = self._find(Suspicion.HUNG, surely, stalled_ms, limit_ms, "its process is stopped (SIGSTOP)")
             return found and msgspec.structs.replace(found, stopped=True)
-        return self._find_apart(stalled_ms) or self._find_behind(stalled_ms)
+        if stalled_ms >= self._limits.apart_suspect_ms and (apart := self._apart()):
+            limit_ms = self._limits.apart_ms
+            verdict = Suspicion.HUNG if stalled_ms >= limit_ms else Suspicion.SUSPECT
+            return self._find(verdict, apart[0], stalled_ms, limit_ms, apart[1])
+        return self._find_behind(stalled_ms)
 
-    def _find_apart(self, stalled_ms: float) -> Stall | None:
-        """Ranks that wait to update, and have left out a collective of the window that others are in."""
-        limit_ms = self._limits.apart_ms
-        for there in dict.fromkeys(self._last) if stalled_ms >= self._limits.apart_suspect_ms else ():
+    def _apart(self) -> tuple[frozenset[int], str] | None:
+        """Where ranks wait to update, and have left out a collective of the window that others are in: who is wrong of
+        both, and why. Nobody can tell whether those are one too few or one too many, so it is those who are fewer.
+        """
+        for there in dict.fromkeys(each for each in self._last if each.phase is Phase.COMPUTE):
             waits = there._replace(phase=Phase.READY)
             without = [
                 rank
                 for rank, here in enumerate(self._last)
                 if here.collectives < there.collectives and here._replace(collectives=there.collectives) == waits
             ]
-            if there.phase is Phase.COMPUTE and without:
+            if without:
                 inside = [rank for rank, here in enumerate(self._last) if here == there]
-                # Nobody can tell whether they are one too few or one too many: those who are fewer are wrong.
-                few, told = (inside, without[0]) if len(inside) < len(without) else (without, inside[0])
-                verdict = Suspicion.HUNG if stalled_ms >= limit_ms else Suspicion.SUSPECT
-                why = f"it {self._last[few[0]].describe()}, and rank {told} {self._last[told].describe()}"
-                return self._find(verdict, frozenset(few), stalled_ms, limit_ms, f"{why}: these never meet")
+                few, other = (inside, without[0]) if len(inside) < len(without) else (without, inside[0])
+                why = f"it {self._last[few[0]].describe()}, and rank {other} {self._last[other].describe()}"
+                return frozenset(few), f"{why}: these never meet"
         return None
 
     def _find_behind(self, stalled_ms: float) -> Stall | None:

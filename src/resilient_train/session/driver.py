@@ -71,7 +71,7 @@ from resilient_train.session.rank_trace import RankTrace
 from resilient_train.session.reading.known_objects import own_of
 from resilient_train.session.reading.loop_carried import carried_at
 from resilient_train.session.reading.static_lookup import Texts
-from resilient_train.session.rebuild import build_groups, no_threads
+from resilient_train.session.rebuild import build_groups, lacks
 from resilient_train.session.replica_comparison import Comparison
 from resilient_train.session.saving import Saving
 from resilient_train.session.step import Step, Steps
@@ -80,9 +80,8 @@ from resilient_train.session.stop_delivery import StopDelivery
 LOOP_IS_OVER = "this Session's loop is over: one loop for a Session (step.epoch tells passes over the data)"
 _WATCHDOG_S = 5.0
 _LOOK_MS = 100
-_COUNTED_S = 0.5
 _LACK_S = 2.0
-_NO_THREADS = " (ulimit -u, pids.max)"
+_COUNTED_S = 0.5
 """How much of the time since the last look counts: whoever was stopped himself has not waited meanwhile."""
 _ENDS_WELL = on.Exit("ok")
 _LIKE_A_COLLECTIVE = ("HCCE", "LINK", "STOPPED")
@@ -1178,9 +1177,10 @@ class Driver:
             return on.Stopped()
         if isinstance(built, Exception):
             self._error = built
-            if no_threads(built):
+            lack = lacks(built)
+            if lack:
                 time.sleep(_LACK_S)  # it may be over then; so often is a recovery begun anew, and no more
-            return on.Failed(f"building groups: {built}{_NO_THREADS if no_threads(built) else ''}")
+            return on.Failed(f"building groups: {built}{lack}")
         self._engine.groups.adopt(built, replaced=replaced)
         self._stop_delivery.guard_sockets(self._engine.groups.sockets())
         # A stop that the watchdog handled before it knew of the new sockets would find nothing to shut.

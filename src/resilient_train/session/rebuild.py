@@ -14,9 +14,9 @@ from resilient_train.session.agent_link import Link
 _LACKS = ("can't start new thread", "Resource temporarily unavailable")
 
 
-def no_threads(error: Exception) -> bool:
-    """Whether the system has no more threads or processes for this user (``ulimit -u``, ``pids.max``)."""
-    return any(words in str(error) for words in _LACKS)
+def lacks(error: Exception) -> str:
+    """What the system had no more of for this user, for people; empty: the error has another cause."""
+    return " (ulimit -u, pids.max)" if any(words in str(error) for words in _LACKS) else ""
 
 
 def build_groups(link: Link, groups: Groups, generation: int, *, replaced: bool) -> Any:

@@ -73,7 +73,7 @@ assert len(_DTYPES) <= 1 << _DTYPE_BITS
 
 
 def word_of(verb: str, args: Sequence[Any]) -> int:
-    """Never 0. Called for each collective: 2 to 4 us."""
+    """Never 0. Called for each collective."""
     word, sized, reduces, rooted = _FORMS[verb]
     if sized is not None:
         given, size = args[sized], 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
 import time
@@ -211,16 +210,13 @@ class TorchCollectives:
         if group.size() == 1:
             return
         word = call_words.word_of(verb, args)
-        look = functools.partial(self._tails.begin_call, group.tag, word, *group.neighbours())
-        found = look()
-        # The other's may be one that its library is about to refuse, and that is taken back then.
         for _ in range(_LOOKS):
+            found = self._tails.begin_call(group.tag, word, *group.neighbours())
             if found is None:
                 return
-            time.sleep(_LOOK_S)
-            found = look()
-        if found is not None:
-            self._break_off(group, word, *found)
+            time.sleep(_LOOK_S)  # the other's may be one that its library is about to refuse, and that is taken back
+        assert found is not None
+        self._break_off(group, word, *found)
 
     def take_back(self, group: ResilientGroup) -> None:
         """See ``group.Watcher``."""

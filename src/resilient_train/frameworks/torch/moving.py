@@ -26,10 +26,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from resilient_train.frameworks.torch.reached import is_ours
 
 _KEYS = dict[str, int]()
-_OTHERS = tuple(type(iter(each)) for each in (_KEYS, _KEYS.items(), _KEYS.values(), set[int](), "", "\x80", b""))
-_PLACES = (count, cycle, *_OTHERS)
-"""Of these nobody can ask where they are."""
-_ITERATORS = tuple(type(iter(each)) for each in ((), [None], range(1)))
+_KINDS = ((), [None], range(1), _KEYS, _KEYS.items(), _KEYS.values(), set[int](), "", "\x80", b"")
+_ITERATORS = tuple(type(iter(each)) for each in _KINDS)
+_UNTOLD = (count, cycle)
+"""Nobody can ask these where they are."""
 _AROUND = (zip, enumerate, map, filter, GeneratorType)
 _DEEP = 4
 """So many of these lie around one another, at most."""
@@ -65,7 +65,7 @@ class Moving:
         self._looks += 1
         for each, drawn in _around_the_loop(objects):
             at = _place(each) if drawn or loaders or not issubclass(type(each), _BaseDataLoaderIter) else None
-            if at is None and drawn and type(each) in _PLACES:
+            if at is None and drawn and type(each) in _UNTOLD:
                 at = self._looks
             if at is not None:
                 was = before.get(id(each))

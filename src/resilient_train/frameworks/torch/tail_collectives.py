@@ -25,8 +25,15 @@ import torch.distributed as dist
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Conductor, LoggedCall, Tails
-from resilient_train.frameworks.torch.call_codec import bytes_of, call_of, check_repeatable, fill_all, header_of
-from resilient_train.frameworks.torch.call_words import told, word_of
+from resilient_train.frameworks.torch.call_codec import (
+    bytes_of,
+    call_of,
+    check_repeatable,
+    fill_all,
+    header_of,
+    told,
+)
+from resilient_train.frameworks.torch.call_words import word_of
 from resilient_train.frameworks.torch.caller import carries_objects
 from resilient_train.frameworks.torch.clique import Clique
 from resilient_train.frameworks.torch.collective_results import VERBS, Args, Tensors, done
@@ -240,10 +247,9 @@ class LoggedTail:
                 f"takes, or larger ones: its part of {asked.verb} at {line()} can't be had again"
             )
         verb, args = call_of(call.header)
-        if own is not None and (theirs := word_of(verb, args)) != (mine := word_of(asked.verb, asked.args)):
-            raise UsageError(
-                f"after the update rank {rank} calls {told(theirs)} where this rank calls {told(mine)} at {line()}"
-            )
+        if own is not None and word_of(verb, args) != word_of(asked.verb, asked.args):
+            theirs, mine = told(call.header), told(asked.header)
+            raise UsageError(f"after the update rank {rank} calls {theirs} where this rank calls {mine} at {line()}")
         fill_all(VERBS[verb].given(args, member), call.inputs)
         return args
 

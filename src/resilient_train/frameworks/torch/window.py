@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from resilient_train import config
 from resilient_train.errors import TransferError, UsageError
 from resilient_train.frameworks.roles import Objects, Updates, WrittenEarly
 from resilient_train.frameworks.torch import cuda_graphs
@@ -33,6 +34,7 @@ from resilient_train.frameworks.torch.state import TorchState
 from resilient_train.frameworks.torch.uncompiled import uncompiled
 from resilient_train.frameworks.torch.unregistered import Unregistered
 from resilient_train.frameworks.torch.zero import is_zero, stepping
+from resilient_train.observe.sinks import say_aside
 from resilient_train.script_place import line
 
 
@@ -347,18 +349,30 @@ class TorchWindow:
         groups = len(optimizer.param_groups)
         if self._harmless.get(optimizer) == groups:
             return
-        if any(id(inner) in self._registered for inner in held_optimizers(optimizer)):
-            return  # a wrapper, as SAM: what it writes by itself is seen as what the script writes
+        inner = next((each for each in held_optimizers(optimizer) if id(each) in self._registered), None)
+        if inner is not None:  # what it writes by itself is seen as what the script writes
+            self._harmless[optimizer] = groups
+            if config.is_first_rank():
+                say_aside(
+                    f"{_kind(optimizer)} steps the registered {_kind(inner)}, and is not registered itself: what it "
+                    "keeps from one step to the next (slow weights, as Lookahead does; SAM keeps nothing) is lost with "
+                    "a process, and comes back from nowhere; keep such in the `state` of the registered one"
+                )
+            return
         theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in self._objects.models:
             for name, parameter in model.named_parameters():
                 if id(parameter) in theirs:
                     raise UsageError(
-                        f"{type(optimizer).__qualname__} is about to update {name!r} of the registered model, and is "
+                        f"{_kind(optimizer)} is about to update {name!r} of the registered model, and is "
                         "not registered itself: nothing of its updates could be recovered; register the optimizer "
                         "that steps, Session(optimizer=...)"
                     )
         self._harmless[optimizer] = groups
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__qualname__
 
 
 def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:

@@ -241,7 +241,6 @@ def main(argv: list[str] | None = None) -> None:
         torchrun.run(job)  # type: ignore[no-untyped-call] # torch's
         sys.exit(0)
     claim = _enter_run_dir(job)
-    config.hand_on_kept_code(str(kept_code.begin(job.run_dir) or ""))
     root = _start_root(job, environ)
     if isinstance(root, Born):
         root.begin()  # nothing of ours may catch what the script raises
@@ -273,7 +272,6 @@ def _run_mindspore(argv: list[str]) -> NoReturn:
         print(f"resilient-run: {error}", file=sys.stderr)
         sys.exit(EXIT_WRONG_INPUT)
     claim = _enter_run_dir(job.spec)
-    config.hand_on_kept_code(str(kept_code.begin(job.spec.run_dir) or ""))
     code = run_job(job.spec, argv, lambda sink: MindSporeAgent(*job, sink))
     claim.close()
     _leave(code)
@@ -324,7 +322,9 @@ def _open_streams() -> None:
 
 
 def _enter_run_dir(job: JobSpec) -> Claim:
-    """Makes the run directory, for this user alone, and takes it. Exits with 2 if that can't be."""
+    """Makes the run directory, for this user alone, and takes it; the ranks will keep the user's code there. Exits with
+    2 if that can't be.
+    """
     try:
         job.run_dir.parent.mkdir(parents=True, exist_ok=True)
         job.run_dir.mkdir(mode=0o700, exist_ok=True)
@@ -346,6 +346,7 @@ def _enter_run_dir(job: JobSpec) -> Claim:
             f"resilient-run: others may write in {job.run_dir}, and so take the job over: `chmod go-w {job.run_dir}`",
             file=sys.stderr,
         )
+    config.hand_on_kept_code(str(kept_code.begin(job.run_dir) or ""))
     return claim
 
 

@@ -24,6 +24,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+from resilient_train.observe.sinks import say_aside
 from resilient_train.script_place import is_users
 
 _PREFIX = "code-"
@@ -114,6 +115,7 @@ class KeptCode:
         """Whether there is one to be read."""
         with contextlib.suppress(OSError):
             if Path(path).stat().st_mtime_ns > self._began_ns:
+                self._tell_if_other(path, copy)
                 return False
         if Path(copy).exists():
             return True
@@ -123,6 +125,15 @@ class KeptCode:
         Path(copy).parent.mkdir(parents=True, exist_ok=True)
         _leave(text, copy, stats)
         return True
+
+    def _tell_if_other(self, path: str, copy: str) -> None:
+        """It is the job's own, as a rule. An editor may have been as quick, or the file system's clock be ahead."""
+        if Path(copy).exists() and Path(copy).read_bytes() != Path(path).read_bytes():
+            say_aside(
+                f"{path} was written since this process began, and is not what the job's first process has read: it is "
+                "taken as it is, so if the job has not written it itself the bits may not be those of the undisturbed "
+                "run (docs/how-to/schedulers.md, New code)"
+            )
 
 
 def _is_source(path: str) -> bool:

@@ -45,7 +45,7 @@ from resilient_train.session.reading.static_lookup import (
     moves_when_used,
     steps_of,
 )
-from resilient_train.session.step import Steps
+from resilient_train.session.step import Step, Steps
 
 _CALLS_MAX = 500
 """Of functions that are followed; there is no end to what two that call each other do."""
@@ -155,6 +155,10 @@ class Flow:
                 beside = [each for each in call.args if not (self._is_steps(each) or self._is_known(each))]
                 self._changed |= {(id(each), ""): ast.unparse(each) for each in beside if not _repeats(each)}
 
+    def _is_step(self, node: ast.AST) -> bool:
+        path = self._scope.path(name) if (name := name_of(node)) else []
+        return bool(path) and type(path[-1]) is Step
+
     def _is_known(self, node: ast.AST) -> bool:
         path = self._scope.path(name) if (name := name_of(node)) else []
         return self._registered.is_registered(path)
@@ -190,9 +194,9 @@ class Flow:
                 self._read(node.test)
                 self._branches(node.body, [])
                 self._branches(node.orelse, [])
-            case ast.If(test=ast.Attribute(attr="done"), orelse=[]):  # as the last time that a step runs
+            case ast.If(test=ast.Attribute(value=of, attr="done"), orelse=[]) if self._is_step(of):
                 self._read(node.test)
-                return self._run(node.body)
+                return self._run(node.body)  # as the last time that it runs
             case ast.If():
                 self._read(node.test)
                 return self._branches(node.body, node.orelse)

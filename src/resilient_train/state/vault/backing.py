@@ -16,11 +16,10 @@ class Backing:
         self._failure: OSError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="rt-backing", daemon=True)
-        self._begun = True
         try:
             self._thread.start()
-        except RuntimeError:  # no thread is to be had (ulimit -u, pids.max): the first snapshots make their pages
-            self._begun = False
+        except RuntimeError:  # no thread is to be had (ulimit -u, pids.max): then the training waits for it
+            self._run()
 
     def wait(self) -> None:
         """Until all pages are there. Raises MemoryLimitError if the kernel has none to give."""
@@ -35,7 +34,7 @@ class Backing:
         self._join()
 
     def _join(self) -> None:
-        if self._begun:
+        if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:

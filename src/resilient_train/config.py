@@ -6,6 +6,7 @@ Flags beat variables beat defaults; ``describe`` tells where each value came fro
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any, get_type_hints
@@ -415,6 +416,7 @@ def recorder_entries() -> int:
     return int(given) if given.isdecimal() else 2000
 
 
+_HASH_SEED = "PYTHONHASHSEED"
 _THREADS = "OMP_NUM_THREADS"
 
 
@@ -457,6 +459,19 @@ def set_nccl_environment() -> None:
                 f"{name}={given}: torch would act on a failure of NCCL by itself, and no group could be rebuilt; unset "
                 f"it, or leave {PREFIX}NCCL out"
             )
+
+
+def fix_hash_seed() -> None:
+    """Begins this process anew with one hash seed for all jobs, unless the user has chosen one, or has Python look at
+    no variables (``-I``).
+
+    Forked ranks have the launcher's hashes. A cold start, a worker by *spawn* and the next launcher, which goes on from
+    a checkpoint, would have others: a table that is made in the order of a set of strings would be another one there.
+    """
+    if os.environ.get(_HASH_SEED) or sys.flags.ignore_environment or not sys.executable:
+        return
+    os.environ[_HASH_SEED] = "0"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - it is this process
 
 
 def set_threads(ranks: str) -> bool:

@@ -38,9 +38,9 @@ def changed(**how: Any) -> Iterator[None]:
 
 
 def plain_environ() -> dict[str, str]:
-    """This process's environment without switches of ours, and with one thread."""
+    """This process's environment without switches of ours, with one thread and our launcher's hash seed."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RESILIENT_", "MS_"))}
-    return {**kept, "OMP_NUM_THREADS": "1"}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
 def is_ours(path: str) -> bool:

@@ -5,6 +5,7 @@ nothing is left behind.
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from identity import assert_identical
-from running import JOBS, LAUNCHER, Reference, Run, launch, read_events, start
+from running import JOBS, LAUNCHER, Reference, Run, finish, launch, read_events, start
 from saved_jobs import RANKS, STEPS, command, pid_of, wait_for, wait_for_step
 
 WAYS = ("plain", "cold", "forked")
@@ -294,6 +295,20 @@ def test_a_script_that_can_not_be_forked_starts_cold(tmp_path: Path, text: str) 
     assert starts(read_events(tmp_path / "run")) == ["cold" if told else "forked"] * 2
     assert told in err
     assert err.count("start cold") == bool(told)
+
+
+@pytest.mark.parametrize("begin", ["command", "module"])
+def test_the_hashes_of_strings_are_those_of_all_jobs(tmp_path: Path, begin: str) -> None:
+    """However it starts: a table made in the order of a set is the same behind a cold start, and in the next job."""
+    command = [str(Path(sys.executable).with_name("resilient-run"))] if begin == "command" else LAUNCHER
+    flags = ("--standby", "0") if begin == "module" else ()
+    (tmp_path / "script.py").write_text("print([*{'one', 'two', 'three', 'four', 'five'}, hash('a word')])\n")
+    arguments = ("--nproc-per-node", "2", *flags, "--run-dir", str(tmp_path / "run"), str(tmp_path / "script.py"))
+    run = finish([*command, *arguments], tmp_path / "run", PYTHONHASHSEED="")
+    assert run.code == 0, run.explain()
+    told = subprocess.check_output([sys.executable, tmp_path / "script.py"], env={"PYTHONHASHSEED": "0"}, text=True)
+    assert run.out == told * 2
+    assert starts(run.events) == ["cold" if flags else "forked"] * 2
 
 
 LOOKS = """

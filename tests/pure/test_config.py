@@ -1,11 +1,15 @@
 """Switches and settings: what is accepted, and errors that name the variable and the nearest right one."""
 
+import os
+import sys
+
 import pytest
 
 from resilient_train.config import (
     AgentLink,
     Settings,
     describe,
+    fix_hash_seed,
     link_environ,
     read_link,
     read_settings,
@@ -110,3 +114,19 @@ def test_half_a_link(missing: str) -> None:
 def test_a_link_that_is_no_number() -> None:
     with pytest.raises(ConfigError, match="exported by hand"):
         read_link({**link_environ(AgentLink("/s", 0, 1, 0, False, "/r")), "RANK": "first"})
+
+
+@pytest.mark.parametrize(("given", "begins"), [(None, True), ("", True), ("random", False), ("7", False)])
+def test_the_launcher_begins_anew_for_one_hash_seed(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, begins: bool
+) -> None:
+    """Not where the user has chosen one, ``random`` included."""
+    begun: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: begun.append(command))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-O", "resilient-run", "train.py"])
+    monkeypatch.setenv("PYTHONHASHSEED", given or "")
+    if given is None:
+        del os.environ["PYTHONHASHSEED"]
+    fix_hash_seed()
+    assert begun == [[sys.executable, "-O", "resilient-run", "train.py"]] * begins
+    assert os.environ["PYTHONHASHSEED"] == ("0" if begins else given)

@@ -8,14 +8,16 @@ import torch
 
 import resilient_train as rt
 from resilient_train.errors import ConfigError, UsageError
-from resilient_train.session.reading.outer_loop import Made, made_here, outer_loop
+from resilient_train.session.reading.outer_loop import Made, loop_of_sessions, made_here, outer_loop
 
 found: list[str] = []
+folds: list[str] = []
 made: Made = {}
 
 
 def steps(total: int) -> Iterator[int]:
     found.append(outer_loop(made))
+    folds.append(loop_of_sessions(made))
     return iter(range(total))
 
 
@@ -43,18 +45,27 @@ def until() -> None:
 
 
 def sessions() -> None:
-    for _ in range(2):
+    for _ in range(2):  # a fold
         made.update(made_here())
         for _ in steps(2):
             pass
 
 
 def sessions_with_epochs() -> None:
-    for _ in range(2):
+    for _ in range(2):  # a fold
         made.update(made_here())
         for _ in range(2):  # refused
             for _ in steps(2):
                 pass
+
+
+def sessions_until_one_is_good() -> None:
+    for _ in range(2):
+        made.update(made_here())
+        for _ in steps(2):
+            pass
+        if found:
+            break
 
 
 def a_function_of_its_own_in_the_loop() -> None:
@@ -129,6 +140,16 @@ def test_loops_that_are_right_are_not(loop: Callable[[], None]) -> None:
     made.clear()
     loop()
     assert set(found) == {""}
+
+
+@pytest.mark.parametrize("loop", [sessions, sessions_with_epochs, sessions_until_one_is_good, epochs, one_loop])
+def test_a_loop_around_the_session_is_told(loop: Callable[[], None]) -> None:
+    for each in (folds, made):
+        each.clear()
+    loop()
+    places = [index for index, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "# a fold" in line]
+    first = loop.__code__.co_firstlineno
+    assert set(folds) == {f"{__file__}:{first + 1}" if first + 1 in places else ""}
 
 
 def test_epochs_are_refused() -> None:

@@ -40,7 +40,7 @@ from resilient_train.session.kept_calls import BodyCall
 from resilient_train.session.loader import Cursor
 from resilient_train.session.metrics import check_metrics
 from resilient_train.session.randomness import BodiesRandom
-from resilient_train.session.reading.outer_loop import made_here, outer_loop
+from resilient_train.session.reading.outer_loop import loop_of_sessions, made_here, outer_loop
 from resilient_train.session.step import Step
 from resilient_train.standby_stage import standby_point
 
@@ -161,8 +161,11 @@ class Session:
         total, start = _whole(total), _whole(start)
         # A later process of the rank would not be there if the first had been refused, and others wait for it.
         is_first = self._link is None or not self._link.incarnation
-        if is_first and not self._stepping and (place := outer_loop(self._made)):
-            raise self._refused(_NESTED.format(place=place))
+        if is_first and not self._stepping:
+            if place := outer_loop(self._made):
+                raise self._refused(_NESTED.format(place=place))
+            if self._driver is not None and config.is_first_rank() and (place := loop_of_sessions(self._made)):
+                say_aside(_SEVERAL.format(place=place))
         self._stepping = True
         return self._plain_steps(total, start) if self._driver is None else self._driver.steps(total, start)
 
@@ -357,6 +360,10 @@ def resilient(**registered: Any) -> Callable[[Callable[..., R]], Callable[..., R
     return decorate
 
 
+_SEVERAL = (
+    "this Session is made in the loop at {place}: a second pass would make a second one, which a job can't have, and "
+    "would end it with exit code 2, the first being over; start a job for each (a fold, a trial)"
+)
 _NESTED = (
     "session.steps() is called in the loop at {place}, and a Session has one loop, which would be over behind the "
     "first pass: give steps() the number of all steps; step.epoch tells passes over the data (docs/how-to/loops.md, "

@@ -1,7 +1,7 @@
 """A ``for`` loop of the user's around the one that a Session has: epochs, each with a ``session.steps()`` of its own.
 
 Its second pass would find the Session's loop over, when all steps of the first have been trained and nothing saves them
-any more: hours later. So it is refused where it begins.
+any more: hours later. So it is refused where it begins. One around the Session itself (folds, trials) is told there.
 """
 
 from __future__ import annotations
@@ -29,12 +29,21 @@ def outer_loop(made: Made) -> str:
     Empty: there is none; or there is a way out of a loop here, so that the inner one may go on where it was; or the
     text can't be read. A ``while`` may have a condition that is false behind the first pass.
     """
+    return _nearest(made, around_session=False)
+
+
+def loop_of_sessions(made: Made) -> str:
+    """Likewise, the nearest ``for`` in which the Session *was* made: its second pass makes a second one."""
+    return _nearest(made, around_session=True)
+
+
+def _nearest(made: Made, *, around_session: bool) -> str:
     texts = Texts()
     for frame in script_place.frames():
-        inside = [each for each in loops_at(frame, texts) if not _was_around(each, frame, made)]
-        if any(isinstance(each, _LEAVES) for loop in inside for each in in_scope(loop)):
+        loops = [each for each in loops_at(frame, texts) if _was_around(each, frame, made) is around_session]
+        if any(isinstance(each, _LEAVES) for loop in loops for each in in_scope(loop)):
             return ""
-        around = [each for each in inside if isinstance(each, ast.For) and not _heads(each, frame.f_lineno or 0)]
+        around = [each for each in loops if isinstance(each, ast.For) and not _heads(each, frame.f_lineno or 0)]
         if around:
             return f"{frame.f_code.co_filename}:{around[-1].lineno}"
     return ""

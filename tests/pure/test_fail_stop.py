@@ -10,6 +10,7 @@ import pytest
 from resilient_train.session import stop_delivery
 from resilient_train.session.driver import Driver
 from resilient_train.session.fail_stop import lost_worker
+from resilient_train.session.notices import Notices
 from resilient_train.session.session import Session
 from resilient_train.session.stop_delivery import StopDelivery
 
@@ -82,8 +83,10 @@ def opened(parts: MagicMock) -> Session:
     driver._pid = os.getpid()
     driver._released = driver._begun = driver._told_end = False
     driver._engine, driver._device, driver.saving = parts, parts.errors, parts.saving
-    for name in ("pulse", "verification", "stop_delivery", "records", "trace", "sink", "injector", "link"):
+    for name in ("pulse", "verification", "stop_delivery", "records", "trace", "injector", "link"):
         setattr(driver, f"_{name}", getattr(parts, name))
+    driver._notices = notices = Notices.__new__(Notices)
+    notices._who, notices.sink = {"rank": 3}, parts.sink
     session = Session.__new__(Session)
     session._driver, session._calls = driver, None
     return session

@@ -32,14 +32,12 @@ from resilient_train.errors import (
     TransferError,
     UsageError,
 )
-from resilient_train.events import now
 from resilient_train.exception_line import describe
 from resilient_train.faults import parse_plan
 from resilient_train.frameworks import set_up_recall
 from resilient_train.frameworks.roles import Engine, Objects, StateMark, WrittenEarly, WrittenInTail
 from resilient_train.frameworks.set_up_recall import HOW_TO_KEEP
 from resilient_train.observe import thresholds
-from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, say_aside
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
@@ -65,6 +63,7 @@ from resilient_train.session.loader import Cursor
 from resilient_train.session.loop_head import LoopHead
 from resilient_train.session.nan_watch import NanWatch
 from resilient_train.session.neighbour_inputs import NeighbourInputs
+from resilient_train.session.notices import Notices
 from resilient_train.session.pauses import ScriptPauses
 from resilient_train.session.publication import Publication
 from resilient_train.session.rank_trace import RankTrace
@@ -123,7 +122,7 @@ class Driver:
     """The script's loop is left by ``_error``, and what the rank holds is to be saved before that goes on."""
     _unlike = False
     """A body has changed registered state where nobody saw it: nothing is to be saved of that."""
-    _told_outgrown = _told_beside = False
+    _told_beside = False
     _recovered = _told_carried = False
     """A process has taken another one's place, or goes on from what was saved, or a step runs again; and what that does
     to the loop's own variables was told.
@@ -161,37 +160,37 @@ class Driver:
             undo=undo,
             skips=skips,
         )
-        self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
+        self._notices = notices = Notices(link, self._rank, lambda: self._number)
         self._publication = Publication(self._link, engine.rank_state, engine.data, cursor)
         groups = replicas or (tuple(range(agent.world_size)),)
         self._comparison = Comparison(
             self._link, engine.state, engine.gradients, groups, settings.compare_every, self._inputs
         )
         self.saving = Saving(
-            link, engine.state, engine.window, self._publication, agent.run_dir, groups, self._event, self._comparison
+            link, engine.state, engine.window, self._publication, agent.run_dir, groups, notices.event, self._comparison
         )
-        is_first = agent.rank == 0
-        self._without_update = BodiesWithoutUpdate(engine.window, engine.gradients, self._event, tells=is_first)
-        self._tells = agent.rank == 0
+        self._without_update = BodiesWithoutUpdate(
+            engine.window, engine.gradients, notices.event, tells=notices.is_speaker
+        )
         self._anomalies = self._anomaly_check(limits, skips=skips, looks=switches.tre > 0)
         self._nan = NanWatch(link, engine.state, goes_back=self._anomalies is not None)
         self._clock = ComputeClock(engine.collectives.waited_ns, self._peers.add_computed)
         plan, who = parse_plan(settings.faults), (agent.rank, agent.incarnation)
         self._injector = Injector(
-            plan, *who, self._sink, engine.drill, self._peers, self._falsify, self._clock.slow_down
+            plan, *who, notices.sink, engine.drill, self._peers, self._falsify, self._clock.slow_down
         )
         self._verification = self._second_look(agent, settings, undo=undo)
         self._computes_twice = self._anomalies is not None or settings.verify_every > 0
         self._records = DrillRecords(agent, engine.drill, wanted=settings.drill_records)
-        self._pulse = Pulse(self._link, agent.run_dir, self._event)
+        self._pulse = Pulse(self._link, agent.run_dir, notices.event)
         self.slow = self._pulse.slow
-        self._pauses = ScriptPauses(agent, engine.drill, engine.data, self.slow, self._event)
+        self._pauses = ScriptPauses(agent, engine.drill, engine.data, self.slow, notices.event)
         self.on_pause = self._pauses.add
         self._from_replica = FromReplica(
             link, engine.state, engine.window, engine.groups, self._publication, settings.transfer
         )
         self._head = LoopHead(engine.window, engine.between, self._from_replica, agent.attempt)
-        self._device = DeviceErrors(self._peers, engine.device, self._event, mends=switches.uce)
+        self._device = DeviceErrors(self._peers, engine.device, notices.event, mends=switches.uce)
         self._explainer = Explainer(self._peers, engine.groups, self._device, self._from_replica)
         report = CollectiveReport(self._link, self._pulse.folder, engine.groups.recorded)
         self._descriptors = RecoveryLimit()
@@ -226,9 +225,9 @@ class Driver:
         if not looks:
             if limits.given or skips:
                 what = "a threshold for the norm or the loss" if limits.given else "on_anomaly='skip'"
-                self._tell(f"{what} has no effect: MS_ENABLE_TFT has no TRE:1")
+                self._notices.say(f"{what} has no effect: MS_ENABLE_TFT has no TRE:1")
             return None
-        return Anomalies(limits, self._tell, scaled=self._engine.gradients.scales(), spikes=not skips)
+        return Anomalies(limits, self._notices.say, scaled=self._engine.gradients.scales(), spikes=not skips)
 
     # -- what the user's code does
 
@@ -263,18 +262,17 @@ class Driver:
             return
         self._told_carried = True
         frame = next(script_place.frames(), None)
-        if not self._tells or frame is None:
+        if not self._notices.is_speaker or frame is None:
             return
         try:
             texts, cursor = Texts(), self._cursor
             own = own_of(self._objects, cursor.sources(), self._engine.window.settled(), texts)
             found = carried_at(frame, own, cursor.loader, texts, call, again)
         except Exception as error:  # a text that it does not understand is no reason to end a job that goes on
-            self._event("loop_unread", {"error": f"{type(error).__name__}: {error}"})
+            self._notices.event("loop_unread", {"error": f"{type(error).__name__}: {error}"})
             return
         if found:
-            self._event("loop_carried", {"names": list(found.names), "place": found.place})
-            self._tell(found.told())
+            self._notices.carried(found)
 
     def look(self, arguments: Any, variables: Sequence[Any], *, plain: bool) -> bytes:
         """A body gets these, and reads those. See ``frameworks/roles.Data``."""
@@ -285,22 +283,11 @@ class Driver:
         self._called = look
         begun, self._publication.called = self._publication.called, b""
         if begun and self._called != begun:
-            self._event("other_data", {})
-            say_aside(
-                f"rank {self._link.rank}: step {self._rank.number} gets other data than in the process whose place "
-                "this one takes: the bits will not be those of the undisturbed run; the loop must find its place in "
-                "the data by session.position alone, and register what it hands from call to call "
-                "(docs/how-to/trainers.md)"
-            )
+            self._notices.other_arguments()
 
     def gets_other_arguments(self) -> None:
         """The body that runs again has written into what it was called with."""
-        self._event("other_data", {"arguments": True})
-        say_aside(
-            f"rank {self._link.rank}: a body of session.call has written into its arguments, and step "
-            f"{self._rank.number} runs again with what it has left there: the bits may not be those of the "
-            "undisturbed run; let it work on a copy (docs/how-to/trainers.md)"
-        )
+        self._notices.written_arguments()
 
     def next_step(self, total: int, start: int = 0) -> Step | None:
         """The next step, or the same again; None: the loop is over. With the first one the loop begins."""
@@ -533,7 +520,7 @@ class Driver:
         except (JobEnded, SystemExit):
             return  # the agent has ended the job
         except Exception as failure:
-            say_aside(f"rank {self._link.rank}: what it holds can't be saved: {failure}")
+            self._notices.say_of_rank(f"what it holds can't be saved: {failure}")
 
     def pause(self, at_step: int | None) -> None:
         """See ``Session.pause``."""
@@ -583,7 +570,7 @@ class Driver:
             raise UsageError(f"session.anomaly({step}): the newest step that has begun is {self._rank.number}")
         if self._anomalies is None or self._told_end:
             why = "the loop is over" if self._told_end else "MS_ENABLE_TFT has no TRE:1"
-            self._tell(f"session.anomaly() has no effect: {why}")
+            self._notices.say(f"session.anomaly() has no effect: {why}")
             return
         self._link.channel.send(m.Late(step, _short(reason)))
 
@@ -637,7 +624,7 @@ class Driver:
 
     def note(self, kind: str, detail: dict[str, Any]) -> None:
         """Writes an event of this rank."""
-        self._event(kind, detail)
+        self._notices.event(kind, detail)
 
     # -- the machine
 
@@ -765,7 +752,7 @@ class Driver:
     def _tell_tail_failed(self, _: do.TellTailFailed) -> None:
         if not self._raised:  # nobody else will
             traceback.print_exception(self._error)
-        self._event("tail_failed", {"error": f"{type(self._error).__name__}: {self._error}"})
+        self._notices.event("tail_failed", {"error": f"{type(self._error).__name__}: {self._error}"})
 
     def _send_damaged(self, effect: do.SendDamaged) -> None:
         self._link.channel.send(m.Damaged(self._rank.generation, _short(effect.text)))
@@ -832,15 +819,8 @@ class Driver:
 
     def _look_at_model(self) -> None:
         """Tells, once, that no new process could take its state up: a script builds its model in front of its loop."""
-        changed = "" if self._told_outgrown else self._engine.window.outgrown()
-        if not changed:
-            return
-        self._told_outgrown = True
-        self._event("outgrown", {"what": changed})
-        self._tell(
-            f"{changed}: no new process is built like that, so a rank that is lost ends the job from now on, and "
-            "nothing is saved any more (docs/how-to/loops.md, Parameters that join later)"
-        )
+        if not self._notices.has_outgrown and (changed := self._engine.window.outgrown()):
+            self._notices.outgrown(changed)
 
     def _look_beside(self) -> None:
         """Tells, once, of what the script trains beside the Session: it is lost with this rank."""
@@ -926,7 +906,7 @@ class Driver:
         )
         if self._raised:  # an error of the script's is on its way, and is to be seen
             raise StateError(told)
-        fail_stop(self._event, "state_lost", told)
+        fail_stop(self._notices.event, "state_lost", told)
 
     def _gradients_ready(self, _: do.LearnLayout) -> None:
         self._tell_written(self._engine.window.gradients_ready(self._rank.commits))
@@ -937,42 +917,14 @@ class Driver:
     def _tell_written(self, found: WrittenEarly | None) -> None:
         """What the bodies have written before their update, and will be copied first from now on."""
         if self._batches.look():
-            self._event("batch_written", {})
-            self._tell(
-                f"step {self._number} wrote into its batch: from now on each batch is copied first, so that a step "
-                "that is redone gets it as it was"
-            )
-        if found is None:
-            return
-        if found.hooks:
-            self._event("hooks_lost", {"names": found.hooks})
-            say_aside(
-                f"rank {self._link.rank}: step {self._number} had hung {found.hooks[0]} on the model, and has not when "
-                "it ran again: a step that runs again begins without, and what is hung on once (`if handle is None`) "
-                "is gone for good, so the bits will not be those of the undisturbed run; hang it on in front of the "
-                "loop (docs/how-to/loops.md)"
-            )
-        if found.lost:
-            self._event("written_early", {"names": [found.lost], "lost": True})
-            self._tell(
-                f"step {self._number} wrote what {found.lost} keeps before its update, and nothing puts that back: a "
-                "step that runs again writes it twice; write it behind the update (docs/how-to/loops.md, State that is "
-                "written before the update)"
-            )
-        if not found.names:
-            return
-        self._event("written_early", {"names": found.names, "bytes": found.kept_bytes})
-        more = f" and {len(found.names) - 1} more" if len(found.names) > 1 else ""
-        self._tell(
-            f"step {self._number} wrote {found.names[0]}{more} before its update: from now on it is copied for each "
-            f"step ({found.kept_bytes / 2**20:.1f} MiB in all), so that a fault can put it back"
-        )
+            self._notices.batch_written()
+        if found is not None:
+            self._notices.written_early(found)
 
     def _drop_gradients(self, _: do.DropGradients) -> None:
         self._engine.gradients.drop()
         if not self._rank.written:  # the second optimizer's turn is told with the first one's
-            self._event("update_left_out", {})
-            self._tell(f"step {self._rank.number} was anomalous: it counts, without its update (on_anomaly='skip')")
+            self._notices.update_left_out()
 
     def _committed(self, _: do.Committed) -> None:
         self._batches.forget()
@@ -992,9 +944,9 @@ class Driver:
         assert self._anomalies is not None
         if not (values := self._anomalies.take(at_least)):
             return
-        given = {"norm": values.norms if self._tells else [], "loss": values.losses}
+        given = {"norm": values.norms if self._notices.is_speaker else [], "loss": values.losses}
         if rows := {what: each for what, each in given.items() if any(value is not None for value in each)}:
-            self._event("values", {"first": values.first, **rows})
+            self._notices.event("values", {"first": values.first, **rows})
 
     def _check_unchanged(self, _: do.CheckUnchanged) -> None:
         try:
@@ -1078,8 +1030,8 @@ class Driver:
         if again := anomalies.redone(number):
             batch, device = self._inputs()
             inputs = {"batch": batch, "device": device}
-            self._event("redone", {"what": again.what, "values": again.in_json, "same": again.same, **inputs})
-            say_aside(f"rank {self._link.rank}: {again.told(number)}")
+            self._notices.event("redone", {"what": again.what, "values": again.in_json, "same": again.same, **inputs})
+            self._notices.say_of_rank(again.told(number))
         return found
 
     def _mark_to_compare(self, effect: do.Mark) -> None:
@@ -1221,7 +1173,8 @@ class Driver:
     def _take_up(self, published: bytes, tail: WrittenInTail) -> int:
         with self._engine.collectives.loading():
             number = self._publication.take_up(published, tail)
-        self._tell_behind(number)
+        if self._publication.behind:  # the process whose place this one takes was lost in or behind an update
+            self._notices.tail_lost(number, self._publication.behind)
         self._tell_strayed(number)
         if self._entered:
             self._publication.called = b""  # it has its own arguments
@@ -1230,42 +1183,16 @@ class Driver:
                 f"rank {self._link.rank} can't finish the body of step {self._rank.number}, whose update it has lost "
                 "and the other ranks have applied; it is replaced"
             )
-            fail_stop(self._event, "body_lost", told)
+            fail_stop(self._notices.event, "body_lost", told)
         return number
-
-    def _tell_behind(self, number: int) -> None:
-        """The process whose place this one takes was lost in or behind an update."""
-        if not (names := self._publication.behind):
-            return
-        self._event("tail_lost", {"next": number, "names": list(names)})
-        say_aside(
-            f"rank {self._link.rank} was lost in or behind the update before step {number}, and code behind the update "
-            f"writes or draws {', '.join(names[:6])}{' ...' if names[6:] else ''}: what that rank alone had of it is "
-            "lost, so the bits may not be those of the undisturbed run; write it at the head of "
-            "the next step's body instead (docs/how-to/after-the-update.md)"
-        )
 
     def _tell_strayed(self, number: int) -> None:
         """The loader has been brought to where step ``number`` begins. Is it there? And is the script?"""
         if missed := self._publication.newly_missed():
-            loops = self._publication.loops
-            self._event("other_loop", {"next": number, "loops": loops, "missed": missed})
-            say_aside(
-                f"rank {self._link.rank}: step {number} belongs to loop {loops} of the script over session.steps(), "
-                f"and this process is in its loop {loops - missed}: what goes by that (an epoch that is counted "
-                "around the loops, what stands between them) comes out otherwise than in the undisturbed run; let it "
-                "come from step.number or step.epoch (docs/how-to/loops.md)"
-            )
-        if not self._cursor.strayed:
-            return
-        epoch, taken = self._cursor.place
-        self._cursor.strayed = False  # it is told
-        self._event("other_data", {"next": number, "epoch": epoch, "batch": taken - 1})
-        say_aside(
-            f"rank {self._link.rank}: its loader was brought to where step {number} begins, and gives another batch "
-            f"{taken - 1} of pass {epoch} than in the process whose place this one takes: the bits will not be those "
-            "of the undisturbed run; a loader must find each place again (docs/how-to/load-data.md, Another place)"
-        )
+            self._notices.other_loop(number, self._publication.loops, missed)
+        if self._cursor.strayed:
+            self._cursor.strayed = False  # it is told
+            self._notices.other_batch(number, *self._cursor.place)
 
     def _serve(self, effect: do.Serve) -> on.RankEvent:
         try:
@@ -1309,7 +1236,7 @@ class Driver:
     # -- the end
 
     def _fail_stop(self, error: DeviceError) -> NoReturn:
-        fail_stop(self._event, "device_failed", str(error))
+        fail_stop(self._notices.event, "device_failed", str(error))
         raise error
 
     def before_its_update(self) -> bool:
@@ -1320,7 +1247,7 @@ class Driver:
         """The script is about to fail with this. If it is not to blame, this process ends in a way that is repaired."""
         if worker := lost_worker(error):
             told = f"rank {self._link.rank} has lost a worker, and is replaced: {worker}"
-            fail_stop(self._event, "worker_lost", told)
+            fail_stop(self._notices.event, "worker_lost", told)
 
     def outlive_behind(self, error: BaseException | None) -> None:
         """``outlive`` for what was raised behind the body: one that was cut may not have bound all names."""
@@ -1332,7 +1259,7 @@ class Driver:
                 f"rank {self._link.rank} is replaced: a fault cut the body of its step, and the code behind it uses "
                 f"what the body had not bound yet ({error}): write `if step.done:` in front of that code"
             )
-            fail_stop(self._event, "unbound_name", told)
+            fail_stop(self._notices.event, "unbound_name", told)
 
     def _ended(self) -> None:
         """All ranks have come to the end of their loops."""
@@ -1345,12 +1272,9 @@ class Driver:
         detail = {"params_digest": params, "rank_digest": own, "steps": self._rank.number}
         if self._nan.found:
             detail["nan_tensors"] = self._nan.found.tensors
-        self._event("session_end", {**detail, "commits": self._rank.commits, "redone": self._redone})
+        self._notices.event("session_end", {**detail, "commits": self._rank.commits, "redone": self._redone})
         if self._link.incarnation and not self._entered:
-            say_aside(
-                f"rank {self._link.rank}: all steps were made when this process took its place, and it has run none: "
-                "what the loop binds (`step`, `loss`) has no value behind it (docs/how-to/loops.md, Behind the loop)"
-            )
+            self._notices.without_steps()
 
     def _release(self, *, for_another: bool = False) -> None:
         """Gives back all that this Session holds of the process. Idempotent: also called when the interpreter ends.
@@ -1367,7 +1291,7 @@ class Driver:
             if first is None and not (for_another and isinstance(failure, Exception)):
                 first = failure
             else:
-                say_aside(f"rank {self._link.rank}: the Session is closed, but for {failure!r}")
+                self._notices.say_of_rank(f"the Session is closed, but for {failure!r}")
         if first is not None:
             raise first
 
@@ -1387,7 +1311,7 @@ class Driver:
             self._pulse.close,
             self._records.close,
             self._trace.close,
-            self._sink.close,
+            self._notices.sink.close,
             self._injector.close,
             self._link.close,
         )
@@ -1395,13 +1319,3 @@ class Driver:
     @property
     def _number(self) -> int:
         return self._step.number if self._step is not None else self._rank.number
-
-    def _tell(self, text: str) -> None:
-        """To people: of all ranks, one."""
-        if self._tells:
-            say_aside(text)
-
-    def _event(self, kind: str, detail: dict[str, Any]) -> None:
-        rank, incarnation, generation = self._link.rank, self._link.incarnation, self._rank.generation
-        where = {"rank": rank, "incarnation": incarnation, "generation": generation, "step": self._number}
-        self._sink.write(now(kind, **where, detail=detail))

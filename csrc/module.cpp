@@ -395,6 +395,7 @@ NB_MODULE(_native, module) {
         for (const Glance::Seen& each : self.seen()) contents.append(nb::bytes(each.held.data(), each.held.size()));
         return contents;
       });
+  bind_objects(module);
   bind_snapshot(module);
   module.def("read_process_memory", &copy_spans, "pid"_a, "spans"_a);
   module.def("prefer_huge_pages", &prefer_huge_pages, "address"_a, "size"_a);

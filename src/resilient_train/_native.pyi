@@ -5,8 +5,8 @@ too large integer is a TypeError. A rank out of range is an IndexError, a closed
 system call an OSError with its errno.
 """
 
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
 
 from typing_extensions import Buffer
 
@@ -312,6 +312,20 @@ ASCEND_WORDS: tuple[tuple[str, str], ...]
 
 def ascend_kind(library: Literal["acl", "hccl"], code: int) -> str:
     """What an error of that number means, as the kind of a finding; empty: it is the program's own."""
+
+def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
+    """Whether both are of the very same objects. Does not touch these."""
+
+def entries(dicts: Sequence[dict[str, Any]], names: Sequence[str], missing: object) -> list[Any]:
+    """What stands in each dictionary behind the name at the same place; ``missing``: nothing."""
+
+def entries_are(
+    dicts: Sequence[dict[str, Any]], names: Sequence[str], known: Sequence[object], missing: object
+) -> bool:
+    """Whether these very objects stand there, ``missing`` for nothing."""
+
+def columns(objects: Sequence[Any], getters: tuple[str | Callable[[Any], Any], ...]) -> list[list[Any]]:
+    """Of all objects what each getter gives: the attribute of that name, or what it returns for the object."""
 
 class Glance:
     """Spans of this process's memory as (address, bytes), and what they held when they were last looked at.

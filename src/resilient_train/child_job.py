@@ -23,7 +23,7 @@ from resilient_train.errors import ConfigError
 LAUNCHER_LOG = "launcher.log"
 """What ``resilient-run`` and the ranks say, beside ``events.jsonl``."""
 
-_LAUNCH = "import sys; from resilient_train.launch.cli.run import main; sys.exit(main())"
+_LAUNCH = "from resilient_train.launch.start import main; main()"
 _TERM_GRACE_S = 8.0
 _INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SWITCHES = ("RESILIENT_", "MS_")

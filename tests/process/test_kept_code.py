@@ -27,7 +27,7 @@ def run_of(folder: Path, how: str, *flags: str) -> Run:
 def test_it_runs_the_code_of_the_others(tmp_path: Path, start: str) -> None:
     reference = run_of(tmp_path / "never", "never")
     assert reference.code == 0, reference.explain()
-    hows = ["script", "link"] if start == "cold" else ["script", "helper", "emptied", "removed", "link"]
+    hows = ["script"] if start == "cold" else ["script", "helper", "package", "gone", "emptied", "removed", "link"]
     for how in hows:
         plan = ("--faults", "kill rank=1 step=5; kill rank=0 step=7", "--standby", str(int(start == "forked")))
         run = run_of(tmp_path / how, how, *plan)

@@ -1,11 +1,16 @@
 """The command ``resilient-run``. It may begin anew, and does so before the launcher's imports, which take 0.3 s."""
 
+import sys
+from pathlib import Path
+
 from resilient_train import config
 
 
 def main() -> None:
     """Entry point of the command; see ``cli.run.main``."""
-    config.fix_hash_seed()
+    # A program of the user's that calls this is left alone: what it has done before would be done again.
+    if Path(sys.argv[0]).name in ("resilient-run", "-c"):
+        config.fix_hash_seed()
     from resilient_train.launch.cli import run
 
     run.main()

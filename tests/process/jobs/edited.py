@@ -1,8 +1,8 @@
 """A script whose files are others on disk from step 3 on, as ``sys.argv[1]`` says. To be copied, with ``helper.py``.
 
 ``never``; ``rewritten``: one is, by itself, above the loop, and is read again; ``script`` and ``helper``: the text is
-edited; ``emptied``: as an editor leaves it for a moment; ``removed``: with its folder; ``link``: the folder was a link,
-which leads to a newer release.
+edited; ``package``: one has come in the place of ``helper.py``; ``gone``: nothing has; ``emptied``: as an editor leaves
+it for a moment; ``removed``: with its folder; ``link``: the folder was a link, which leads to a newer release.
 """
 
 import importlib
@@ -28,6 +28,11 @@ def change(how: str) -> None:
     elif how == "helper":
         beside.write_text("SCALE = 5.0\n")
         late.write_text("SHIFT = 5.0\n")
+    elif how in ("package", "gone"):
+        beside.unlink()
+        if how == "package":
+            beside.with_suffix("").mkdir()
+            (beside.with_suffix("") / "__init__.py").write_text("SCALE = 5.0\n")
     elif how == "emptied":
         script.write_text("")
     elif how == "removed":

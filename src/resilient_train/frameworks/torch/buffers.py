@@ -17,13 +17,13 @@ from typing import NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from resilient_train._native import Glance
+from resilient_train._native import Glance, columns
 from resilient_train.errors import ProtocolError
 from resilient_train.frameworks.torch.leaves import dense, is_plainly_dense, is_sharded
 from resilient_train.frameworks.torch.module_entries import ModuleEntries
 from resilient_train.state.transfer import Span
 
-_VERSION, _ADDRESS = operator.attrgetter("_version"), torch.Tensor.data_ptr
+_ADDRESS = torch.Tensor.data_ptr
 _IS_NONE = functools.partial(operator.is_, None)
 _Places = dict[str, tuple[dict[str, torch.Tensor | None], str]]
 # Their kernels write the running statistics without telling the version counter.
@@ -136,10 +136,8 @@ class _Known:
 
     def is_quiet(self) -> bool:
         """Whether all that were are, as ``_Quiet.is_still`` says of each."""
-        return (
-            self._quiet.are(self._buffers)
-            and [*map(_VERSION, self._buffers)] == self._versions
-            and [*map(_ADDRESS, self._buffers)] == self._addresses
+        return self._quiet.are(self._buffers) and (
+            columns(self._buffers, ("_version", _ADDRESS)) == [self._versions, self._addresses]
         )
 
 
@@ -342,7 +340,7 @@ class Buffers:
         small = self._now_known().small
         if not small:
             return []
-        addresses = [*map(_ADDRESS, small.values())]
+        (addresses,) = columns([*small.values()], (_ADDRESS,))
         if self._glance is None or len(small) < len(self._small) or addresses != self._addresses:
             moved = [key for key, each in small.items() if each.data_ptr() != self._quiet[key].address]
             self._small, self._known = {key: each for key, each in small.items() if key not in moved}, None

@@ -34,7 +34,7 @@ from resilient_train.frameworks.torch import module_values
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.leaves import is_plainly_dense, is_sharded, local, memory_of, state_of, version_of
 from resilient_train.frameworks.torch.left_on import HungOnSince
-from resilient_train.frameworks.torch.module_entries import ModuleEntries, same_objects
+from resilient_train.frameworks.torch.module_entries import ModuleEntries
 from resilient_train.frameworks.torch.module_switches import Held, ModuleSwitches, Switched
 from resilient_train.frameworks.torch.module_values import ModuleValues, ValuesOf
 from resilient_train.frameworks.torch.sharded import placed_like
@@ -51,7 +51,7 @@ LIVES_ON = "resilient_lives_on"
 """An attribute of state that a process which lives on brings up to date by itself: it is not put back there."""
 
 _VERSION = operator.attrgetter("_version")
-_TRAINING, _REQUIRES_GRAD, _GRADIENT = map(operator.attrgetter, ("training", "requires_grad", "grad"))
+_TRAINING = operator.attrgetter("training")
 
 Key = tuple[int, str]
 """A parameter: the number of its model, its name there."""
@@ -77,6 +77,15 @@ class _Modes(NamedTuple):
     with_gradient: list[bool]
     switched: Held
     values: module_values.HeldValues
+
+
+class _Seen(NamedTuple):
+    """Of all parameters that can be kept, as they are."""
+
+    versions: list[int]
+    requires_grad: list[bool]
+    gradients: list[torch.Tensor | None]
+    where: list[int]
 
 
 class _Place(NamedTuple):
@@ -105,6 +114,8 @@ class KeptState:
         self._parts_there: list[torch.nn.Module | None] = []
         """Of all modules the ones in them: a script may put others there."""
         self._modules: list[tuple[Key, torch.nn.Module]] = []
+        self._training: ModuleEntries[bool] | None = None
+        """``training`` of all; None: not all have it in their dictionaries (a scripted one)."""
         self._switches = ModuleSwitches(())
         self._values = ModuleValues()
         self._hung_on = HungOnSince(objects.models, objects.optimizers)
@@ -119,6 +130,7 @@ class KeptState:
         self.version: Callable[[Any], int] = _VERSION
         self.address: Callable[[Any], int] = torch.Tensor.data_ptr
         """Of one of them; others where there are DTensors, whose memory is another tensor's."""
+        self._version_getter: str | Callable[[Any], int] = "_version"
         self._versions: list[int] = []
         self._words = _native.SampledWords([])
         """Of what lies on the host: a write to ``parameter.data`` moves no version."""
@@ -146,14 +158,14 @@ class KeptState:
         self._open, self._cut, self._sealed = True, False, False
         self._lost.clear()
         self._behind.clear()
-        self._find()
-        self._modes = self.modes_now()
+        seen = self._find()
+        self._modes = self._modes_of(seen)
         self._keep(whole=whole)
-        self._mark(digests=self.looks_closely)
+        self._mark(seen.versions, digests=self.looks_closely)
         for state in self.states:
             state.begin(whole=whole)
 
-    def _find(self) -> None:
+    def _find(self) -> _Seen:
         """Nearly always all is what and where it was."""
         if not self._places or not self._parts.are(self._parts_there):
             self._places = _places(self._models)
@@ -165,13 +177,17 @@ class KeptState:
                 for index, model in enumerate(self._models)
                 for name, module in model.named_modules()
             ]
+            dicts = [vars(module) for _, module in self._modules]
+            scripted = any("training" not in each for each in dicts)
+            self._training = None if scripted else ModuleEntries((each, "training") for each in dicts)
             self._switches = ModuleSwitches(self._models)
             self._values = ModuleValues(self._modules, self._values)
+        if self._parameters.are(self._there):
+            seen, where = self._seen(), self._where()
+            if seen.where == where:
+                self._words_from(where)
+                return seen
         there = self._parameters.now()
-        where = self._where()
-        if same_objects(there, self._there) and [*map(self.address, self._tensors)] == where:
-            self._words_from(where)
-            return
         self._there = [*there]
         pairs = zip(self._places, there, strict=True)
         found = [(place, each) for place, each in pairs if each is not None and can_be_watched(each)]
@@ -180,10 +196,15 @@ class KeptState:
         self._aliases = [each.alias for each in self._watched]
         if any(map(is_sharded, self._tensors)):
             self.version, self.address = version_of, _address_of
+            self._version_getter = version_of
         self._words_from(self._where())
+        return self._seen()
+
+    def _seen(self) -> _Seen:
+        return _Seen(*_native.columns(self._tensors, (self._version_getter, "requires_grad", "grad", self.address)))
 
     def _where(self) -> list[int]:
-        return [*map(torch.Tensor.data_ptr, self._aliases)]
+        return _native.columns(self._aliases, (torch.Tensor.data_ptr,))[0]
 
     def _words_from(self, where: list[int]) -> None:
         if where != self._words_at:
@@ -192,14 +213,23 @@ class KeptState:
 
     def modes_now(self) -> _Modes:
         """Of what the window found: modules, parameters."""
+        return self._modes_of(self._seen())
+
+    def _modes_of(self, seen: _Seen) -> _Modes:
         strided = torch.strided
         return _Modes(
-            [*map(_TRAINING, self.modules())],
-            [*map(_REQUIRES_GRAD, self._tensors)],
-            [each is not None and each.layout is strided for each in map(_GRADIENT, self._tensors)],
+            self._training_now(),
+            seen.requires_grad,
+            [each is not None and each.layout is strided for each in seen.gradients],
             self._switches.held(),
             self._values.held(),
         )
+
+    def _training_now(self) -> list[bool]:
+        if self._training is None:
+            return [*map(_TRAINING, self.modules())]
+        known = self._modes.training
+        return known if self._training.are(known) else [*map(bool, self._training.now())]
 
     def _keep(self, *, whole: bool) -> None:
         """In the memory of the copies before. What has none now may not be put back from an older window."""
@@ -213,8 +243,8 @@ class KeptState:
             else:
                 _clone_into(self._copies, place.key, local(tensor))
 
-    def _mark(self, *, digests: bool) -> None:
-        self._versions = [*map(self.version, self._tensors)]
+    def _mark(self, versions: list[int], *, digests: bool) -> None:
+        self._versions = versions
         self._words.take()
         self._digests = [digest_of_host(each.alias) for each in self._watched] if digests else []
 
@@ -222,8 +252,10 @@ class KeptState:
         """The bodies have come to their end, or to where it matters what they have written."""
         if not self.open:
             return
-        versions = [*map(self.version, self._tensors)]
-        words = self._words.changed() if self._where() == self._words_at else []  # a body may let memory go
+        versions, where = _native.columns(self._tensors, (self._version_getter, self.address))
+        # A body may let memory go. What it has put in a parameter's place is elsewhere, and the memory is still there.
+        there = where == self._words_at or self._where() == self._words_at
+        words = self._words.changed() if there else []
         if self._digests or words or versions != self._versions:
             self._look_at(versions, words)
         if not self._cut:
@@ -265,8 +297,7 @@ class KeptState:
         if self._open or (within and self._windows):
             held = self._modes
         else:
-            self._find()
-            held = self._modes = self.modes_now()
+            held = self._modes = self._modes_of(self._find())
         places = [each.place.key for each in self._watched]
         return Modes(
             tuple(key for (key, _), training in zip(self._modules, held.training, strict=True) if not training),
@@ -357,7 +388,7 @@ class KeptState:
             if place.key not in self._copies:
                 _clone_into(self._behind, place.key, alias)
         self._words_from(self._where())
-        self._mark(digests=False)
+        self._mark(self._seen().versions, digests=False)
         for state in self.states:
             state.cut()
 

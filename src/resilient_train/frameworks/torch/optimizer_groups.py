@@ -25,9 +25,12 @@ class ParameterPlace(NamedTuple):
     name: str
 
 
-def groups_of(optimizer: torch.optim.Optimizer) -> Groups:
-    """The parameters by group, to be kept."""
-    return [list(group["params"]) for group in optimizer.param_groups]
+def groups_of(optimizer: torch.optim.Optimizer, before: Groups | None = None) -> Groups:
+    """The parameters by group, to be kept. ``before``: these, if they are still so."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    if before is not None and len(before) == len(groups) and all(map(same_objects, groups, before)):
+        return before
+    return [*map(list, groups)]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

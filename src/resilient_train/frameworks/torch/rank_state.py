@@ -8,14 +8,13 @@ is a small one that ranks may have built differently (``Buffers.claim``).
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from resilient_train._native import Glance
+from resilient_train._native import Glance, columns
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.roles import NOTHING_WRITTEN, WrittenInTail
 from resilient_train.frameworks.torch.buffers import Buffers, lies_here
@@ -25,7 +24,7 @@ from resilient_train.frameworks.torch.leaves import TENSORS, pack, restore_objec
 from resilient_train.frameworks.torch.module_entries import same_objects
 from resilient_train.state.tree import flatten
 
-_ADDRESS, _SHAPE = torch.Tensor.data_ptr, operator.attrgetter("shape")
+_MEMORY = (torch.Tensor.data_ptr, "shape")
 
 
 class TorchRankState:
@@ -163,18 +162,14 @@ class _SameBuffers:
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
         self._tensors = list(tree["buffers"].values())
-        self._addresses, self._shapes = [*map(_ADDRESS, self._tensors)], [*map(_SHAPE, self._tensors)]
+        self._memory = columns(self._tensors, _MEMORY)
         self._description, _ = flatten(tree, TENSORS)
         self._glance = Glance([span_of(each) for each in self._tensors])
         self._packed = b""
 
     def are(self, buffers: Sequence[torch.Tensor | None]) -> bool:
         """Whether these are the buffers, where they were."""
-        return (
-            same_objects(buffers, self._tensors)
-            and [*map(_ADDRESS, self._tensors)] == self._addresses
-            and [*map(_SHAPE, self._tensors)] == self._shapes
-        )
+        return same_objects(buffers, self._tensors) and columns(self._tensors, _MEMORY) == self._memory
 
     def packed(self) -> bytes:
         """As ``leaves.pack`` does it."""

@@ -37,7 +37,7 @@ from resilient_train.frameworks.torch.leaves import (
 )
 from resilient_train.frameworks.torch.nan import nan_in
 from resilient_train.frameworks.torch.optimizer_entries import entries_of, put_entries
-from resilient_train.frameworks.torch.optimizer_groups import described, found, groups_of, places, regroup
+from resilient_train.frameworks.torch.optimizer_groups import Groups, described, found, groups_of, places, regroup
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.sharded import Replicas, Sharding, placed_like
 from resilient_train.frameworks.torch.snapshot_images import Called, Images
@@ -122,6 +122,7 @@ class TorchState:
         self._fingerprint: TorchFingerprint | None = None
         self._built = layout_check.layout_of(objects.models)
         self._kept: list[list[_Settings]] = [[] for _ in objects.optimizers]
+        self._kept_groups: list[Groups] = [[] for _ in objects.optimizers]
         for name, thing in objects.extra.items():
             if not callable(getattr(thing, "load_state_dict", None)) and not callable(
                 getattr(thing, "set_state", None)
@@ -192,7 +193,8 @@ class TorchState:
 
     def groups(self) -> list[list[list[torch.nn.Parameter]]]:
         """Of each optimizer the parameters of each of its groups."""
-        return [groups_of(optimizer) for optimizer in self._objects.optimizers]
+        self._kept_groups = [*map(groups_of, self._objects.optimizers, self._kept_groups)]
+        return self._kept_groups
 
     def replicas(self, told: Replicas) -> Replicas:
         """See ``frameworks/roles.State``."""

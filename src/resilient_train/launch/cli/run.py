@@ -215,10 +215,8 @@ def _std(setting: Any, rank: int) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of ``resilient-run``. Returns in the ranks that are forked from this process, else exits."""
-    if argv is None:
-        config.fix_hash_seed()
-        argv = sys.argv[1:]
     _open_streams()
+    argv = sys.argv[1:] if argv is None else argv
     if msrun.is_for_mindspore(argv):
         _run_mindspore(argv)
     _register.wrap_for_forks()
@@ -465,4 +463,5 @@ def _sum_up(job: JobSpec, code: int, console: Console) -> None:
 
 
 if __name__ == "__main__":
+    config.fix_hash_seed()
     main()

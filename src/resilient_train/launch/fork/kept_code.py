@@ -5,9 +5,8 @@ a newer version, or have made ``current`` point elsewhere; a file may be half wr
 differ, for gradients are averaged. So who first reads a source file of the user's leaves a copy, by its own path in a
 folder of the job's, and everybody reads the copy. A job that is started again has a new folder.
 
-Two kinds of text are read from the file itself: one that was written since this process began, and what it reads for
-a second time (``importlib.reload``, one module after the other). The job writes such files by itself, and a
-new process writes them again.
+A text that was written since this process began, or since it has read it (``importlib.reload``), is read from the file
+itself. The job writes such files by itself, and a new process writes them again.
 
 Of installed packages nothing is kept, nor of what is no Python source. Other programs that a rank starts (workers of a
 data loader by ``spawn``, too) read what is there.
@@ -19,8 +18,11 @@ import contextlib
 import linecache
 import os
 import shutil
+import sys
 import time
-from importlib.machinery import SourceFileLoader
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +58,8 @@ class KeptCode:
         self._began_ns = time.time_ns()
         self._copies: dict[str, str] = {}
         """Those that this process reads; empty: the file itself."""
-        self._asked = set[str]()
-        """Files of which this process has asked for the time, as it does in front of each import."""
+        self._asked: dict[str, tuple[int, int]] = {}
+        """Files of which this process has asked for the time, as it does in front of each import; as they were then."""
 
     def install(self) -> None:
         """From now on imports read the copies."""
@@ -72,6 +74,20 @@ class KeptCode:
 
         SourceFileLoader.get_data = get_kept_data  # type: ignore[method-assign,assignment]
         SourceFileLoader.path_stats = kept_path_stats  # type: ignore[method-assign,assignment]
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, _: object = None) -> ModuleSpec | None:
+        """Of a module that has a copy: its file may have gone, or a package may have come to stand in its place."""
+        own = name.rpartition(".")[2]
+        for entry in sys.path if path is None else path:
+            folder = os.path.join(os.path.abspath(entry), own)  # noqa: PTH100, PTH118 - as in _copy_of
+            if not is_users(folder):
+                continue
+            for file, within in ((f"{folder}/__init__.py", [folder]), (f"{folder}.py", None)):
+                if Path(f"{self._folder}{file}").is_file():
+                    loader = SourceFileLoader(name, file)
+                    return spec_from_file_location(name, file, loader=loader, submodule_search_locations=within)
+        return None
 
     def text(self, path: str) -> bytes:
         """Of the source file. Raises OSError if there is neither a copy nor the file."""
@@ -96,10 +112,11 @@ class KeptCode:
             return now
 
     def _imported(self, path: str) -> str:
-        if path in self._asked and self._copies.get(path):
+        """Once more: for another module of the same file, or anew, since the file has changed."""
+        now = _looks_of(path)
+        if self._asked.setdefault(path, now) != now and self._copies.get(path):
             self._copies[path] = ""
             linecache.cache.pop(path, None)
-        self._asked.add(path)
         return self._copy_of(path)
 
     def _copy_of(self, path: str) -> str:
@@ -115,20 +132,25 @@ class KeptCode:
         """Whether there is one to be read."""
         with contextlib.suppress(OSError):
             if Path(path).stat().st_mtime_ns > self._began_ns:
-                self._tell_if_other(path, copy)
+                if Path(copy).exists():
+                    self._tell_if_other(path, copy)
+                else:
+                    self._leave_copy(path, copy)
                 return False
-        if Path(copy).exists():
-            return True
+        if not Path(copy).exists():
+            self._leave_copy(path, copy)
+        return True
+
+    def _leave_copy(self, path: str, copy: str) -> None:
         if not self._folder.is_dir():
             raise FileNotFoundError(self._folder)  # somebody has removed it: it is not made anew
         text, stats = _read(path)
         Path(copy).parent.mkdir(parents=True, exist_ok=True)
         _leave(text, copy, stats)
-        return True
 
     def _tell_if_other(self, path: str, copy: str) -> None:
         """It is the job's own, as a rule. An editor may have been as quick, or the file system's clock be ahead."""
-        if Path(copy).exists() and Path(copy).read_bytes() != Path(path).read_bytes():
+        if Path(copy).read_bytes() != Path(path).read_bytes():
             say_aside(
                 f"{path} was written since this process began, and is not what the job's first process has read: it is "
                 "taken as it is, so if the job has not written it itself the bits may not be those of the undisturbed "
@@ -163,9 +185,14 @@ def _leave(text: bytes, copy: str, stats: os.stat_result | None = None) -> None:
         Path(made).unlink()
 
 
-def _is_as_it_was(path: str, copy: str) -> bool:
+def _looks_of(path: str) -> tuple[int, int]:
+    """Of a file that is not there: no time."""
     try:
-        here, there = Path(path).stat(), Path(copy).stat()
+        stats = Path(path).stat()
     except OSError:
-        return False
-    return (here.st_mtime_ns, here.st_size) == (there.st_mtime_ns, there.st_size)
+        return 0, 0
+    return stats.st_mtime_ns, stats.st_size
+
+
+def _is_as_it_was(path: str, copy: str) -> bool:
+    return _looks_of(path) == _looks_of(copy)

@@ -128,7 +128,8 @@ class Flow:
         read = self._used | self._registered.read | self._read_behind()
         filled = [each for key, each in self._filled.items() if key in read and each not in entries]
         now_and_then = [each for key, each in self._set.items() if key not in self._sure]
-        behind = {self._scope.key(each): each for each in sorted(self.behind)}
+        unknown = (each for each in sorted(self.behind) if not self._registered.has(self._scope.path(each), each))
+        behind = {self._scope.key(each): each for each in unknown}
         now_and_then += [each for key, each in behind.items() if key in self._written and key not in self._sure]
         return list(dict.fromkeys([*names, *filled, *now_and_then]))
 

@@ -19,7 +19,7 @@ from common import HERE, MODELS, BenchmarkError, Table, finish, launcher, show, 
 from resilient_train.child_job import sigterm_unwinds
 
 LIMIT_S = 580
-AMOUNTS = {"tiny": (60, 100), "10m": (30, 5), "21m": (30, 3)}
+AMOUNTS = {"tiny": (60, 100), "10m": (30, 5), "21m": (30, 3), "deep": (30, 3)}
 """Blocks, and steps of each."""
 LABELS = {
     "gloo_again": "gloo, once more",

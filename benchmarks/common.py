@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from resilient_train.child_job import clean_environ, running
 
 HERE = Path(__file__).parent
-MODELS = ("tiny", "10m", "21m")
+MODELS = ("tiny", "10m", "21m", "deep")
 USUAL_MODELS = MODELS[:2]
 """What is measured unless asked otherwise."""
 _LOG_TAIL = 3000

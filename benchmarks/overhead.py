@@ -53,9 +53,9 @@ class Amount(NamedTuple):
 
 
 FULL = {"tiny": Amount(40, 200, 10, 3, 200, 600), "10m": Amount(20, 5, 6, 3, 4, 600)}
-FULL["21m"] = FULL["10m"]
+FULL["21m"] = FULL["deep"] = FULL["10m"]
 QUICK = {"tiny": Amount(10, 20, 2, 0, 20, 60), "10m": Amount(10, 1, 2, 0, 2, 80)}
-QUICK["21m"] = QUICK["10m"]
+QUICK["21m"] = QUICK["deep"] = QUICK["10m"]
 
 
 class Kind(NamedTuple):

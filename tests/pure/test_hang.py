@@ -104,6 +104,22 @@ def test_a_process_stopped_for_one_look_only_is_not_hung() -> None:
     assert all(each.verdict is Suspicion.BEHIND for each in job.found)
 
 
+def test_who_waited_for_others_is_stopped_since_then_only() -> None:
+    """It was taken for hung at once: what it had waited before counted too."""
+    job = running()
+    job.put(0, phase=Phase.COMPUTE)
+    job.put(1, phase=Phase.READY)
+    job.pass_ms(4000)
+    job.states[1] = RunState.STOPPED
+    job.pass_ms(300)
+    job.states[1] = RunState.RUNNING
+    job.pass_ms(300)
+    assert all(each.verdict is Suspicion.BEHIND for each in job.found)
+    job.states[1] = RunState.STOPPED
+    assert 400 <= job.until_hung(1000) <= 600
+    assert (job.found[-1].ranks, job.found[-1].stalled_ms < 600) == ((1,), True)
+
+
 def test_short_steps_are_known_as_soon_as_long_ones() -> None:
     """A dozen between two looks: in a quarter of a second it was not known what a step of 4 ms takes."""
     job = Job()

@@ -1,6 +1,7 @@
 """Which text of a source file a process reads: the first one's copy, or the file itself."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -68,10 +69,12 @@ def test_a_module_stays_what_it_was(folder: Path, tmp_path: Path, became: str) -
     assert (spec.origin, spec.submodule_search_locations) == (path, None)
 
 
-def test_a_package_is_found_with_its_modules(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [("__init__", "data"), ("data",)], ids=["package", "namespace"])
+def test_a_package_that_is_gone_is_found_with_its_modules(folder: Path, tmp_path: Path, names: tuple[str, ...]) -> None:
     (tmp_path / "pkg").mkdir()
-    for name in ("__init__", "data"):
+    for name in names:
         read(KeptCode(folder), written(tmp_path / "pkg" / f"{name}.py", "a = 1"))
+    shutil.rmtree(tmp_path / "pkg")
     spec = KeptCode(folder).find_spec("pkg", [str(tmp_path)])
     assert spec is not None
     assert spec.submodule_search_locations == [str(tmp_path / "pkg")]

@@ -203,6 +203,7 @@ class QuietDriver(Driver):
         self._link: Any = SimpleNamespace(rank=0)
         self._clock: Any = SimpleNamespace(stop=lambda: None)
         self._device = DeviceErrors(peers, engine.device, self._event, mends=True)
+        self._notices: Any = SimpleNamespace(event=self._event)
         self._from_replica = FromReplica(self._link, engine.state, engine.window, engine.groups, nothing, "auto")
 
     def _event(self, kind: str, detail: dict[str, Any]) -> None:

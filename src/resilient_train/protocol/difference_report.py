@@ -36,11 +36,14 @@ class Doubt:
         return new
 
 
-_UNAVERAGED = "each rank applies gradients of its own: wrap the model in DistributedDataParallel"
+_UNAVERAGED = (
+    "each rank applies gradients of its own: wrap the model in DistributedDataParallel (what an optimizer keeps for one "
+    "rank alone, as error feedback does, belongs in rank_state=)"
+)
 _ALONE = "something has changed it on one rank alone, or a machine computes otherwise"
 
 _REPLACED = (
-    f"{_ALONE}; or, since {{ranks}} began anew in another's place: the training depends on something that is not "
+    "; or, since {ranks} began anew in another's place: the training depends on something that is not "
     "registered (a scheduler, a loss scale, attributes of an optimizer or of a hook), register it "
     "(docs/how-to/load-data.md)"
 )
@@ -55,8 +58,8 @@ def sentence(group: Sequence[int], told: Mapping[int, Differs], replaced: Collec
     speaking = {rank: told[rank] for rank in group if rank in told}
     commits = max(each.commits for each in speaking.values())
     why = _ALONE if all(each.averages for each in speaking.values()) else _UNAVERAGED
-    if why is _ALONE and (new := [rank for rank in speaking if rank in replaced]):
-        why = _REPLACED.format(ranks=f"rank{'s' * (len(new) > 1)} {', '.join(map(str, new))}")
+    if new := [rank for rank in speaking if rank in replaced]:
+        why += _REPLACED.format(ranks=f"rank{'s' * (len(new) > 1)} {', '.join(map(str, new))}")
     found = _difference(speaking)
     where = "their state differs"
     if found is not None:

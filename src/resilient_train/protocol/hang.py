@@ -140,6 +140,8 @@ class HangDetector:
         self._excused = True
         self._told: set[Suspicion] = set()
         self._stopped = StoppedLooks()
+        self._ran_ns: dict[int, int] = {}
+        """When each rank was seen last to run, while nothing moved."""
 
     def again(self, now_ns: int) -> None:
         """All compute a window once more, and nothing has happened to anybody."""
@@ -195,11 +197,15 @@ class HangDetector:
             self._excuse(now_ns)
             return None
         self._stopped.see([rank for rank, each in enumerate(states) if each is RunState.STOPPED])
+        self._ran_ns |= {rank: now_ns for rank, each in enumerate(states) if each is not RunState.STOPPED}
         limit_ms = self.stopped_ms()
         # Seen twice: a process may be stopped for a moment (a checkpoint of it is taken, its group is signalled).
         surely = frozenset(self._stopped.due(looks=2))
-        if surely and stalled_ms >= limit_ms:
-            found = self._find(Suspicion.HUNG, surely, stalled_ms, limit_ms, "its process is stopped (SIGSTOP)")
+        # One that was waiting for others is stopped since then only.
+        since_ns = max([self._moved_ns, *(self._ran_ns.get(rank, 0) for rank in surely)])
+        stopped_ms = (now_ns - since_ns) / _MS
+        if surely and stopped_ms >= limit_ms:
+            found = self._find(Suspicion.HUNG, surely, stopped_ms, limit_ms, "its process is stopped (SIGSTOP)")
             return found and msgspec.structs.replace(found, stopped=True)
         if stalled_ms >= self._limits.apart_suspect_ms and (apart := self._apart()):
             limit_ms = self._limits.apart_ms

@@ -87,6 +87,10 @@ class KeptCode:
                 if Path(f"{self._folder}{file}").is_file():
                     loader = SourceFileLoader(name, file)
                     return spec_from_file_location(name, file, loader=loader, submodule_search_locations=within)
+            if Path(f"{self._folder}{folder}").is_dir() and not Path(folder).is_dir():  # without an __init__.py
+                spec = ModuleSpec(name, None, is_package=True)
+                spec.submodule_search_locations = [folder]
+                return spec
         return None
 
     def text(self, path: str) -> bytes:

@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
 def make(name: str) -> Work:
     """``tiny``: 10 k parameters, the step is nearly all overhead. ``10m``: 10 M parameters.
-    ``21m``: 21.5 M, which is 258 MB of state with AdamW's moments. ``deep``: 1,000 modules, 800 small parameters.
+    ``21m``: 21.5 M, which is 258 MB of state with AdamW's moments. ``deep``: 1,000 modules, 800 small parameters, 1 M.
 
     All have dropout: a step that draws no random numbers would let the Session publish less than a real one does.
     """
@@ -42,7 +42,9 @@ def make(name: str) -> Work:
         layers: list[nn.Module] = [nn.Linear(64, 104), nn.GELU(), nn.Dropout(0.1), nn.Linear(104, 32)]
         return Work(nn.Sequential(*layers), torch.randn(8, 64), torch.randint(32, (8,)))
     if name == "deep":
-        layers = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(_BLOCKS)]
+        layers = [
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(_BLOCKS)
+        ]
         return Work(nn.Sequential(*layers), torch.randn(8, 64), torch.randint(32, (8,)))
     layers = [nn.Linear(512, _WIDTH), nn.GELU()]
     for _ in range(_HIDDEN[name]):

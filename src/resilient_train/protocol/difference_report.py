@@ -37,8 +37,8 @@ class Doubt:
 
 
 _UNAVERAGED = (
-    "each rank applies gradients of its own: wrap the model in DistributedDataParallel (what an optimizer keeps for one "
-    "rank alone, as error feedback does, belongs in rank_state=)"
+    "each rank applies gradients of its own: wrap the model in DistributedDataParallel (what an optimizer keeps for "
+    "one rank alone, as error feedback does, belongs in rank_state=)"
 )
 _ALONE = "something has changed it on one rank alone, or a machine computes otherwise"
 

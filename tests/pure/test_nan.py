@@ -96,7 +96,7 @@ def test_an_image_names_them() -> None:
 
 
 def test_a_state() -> None:
-    """Infinities add up to NaN and are none; what torch can't add up is left out."""
+    """Infinities are none, whatever they add up to; what torch takes no norm of is left out."""
     sound: dict[str, Any] = {
         "model": {"weight": torch.ones(3), "mask": torch.tensor([torch.inf, -torch.inf]), "none": torch.empty(0)},
         "optimizer": [{"step": torch.tensor(3), "eighth": torch.zeros(2).to(torch.float8_e5m2)}],

@@ -11,7 +11,7 @@ adds up a column of a matrix may do so in another order where that lies otherwis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -88,6 +88,18 @@ def flatten(tree: Any, kind: TensorKind) -> tuple[bytes, dict[Path, Any]]:
         )
 
     return msgspec.msgpack.encode(encode(tree, ())), tensors
+
+
+def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """All that is neither a mapping nor a sequence, with where it is."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves_of(item, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from leaves_of(item, (*path, index))
+    else:
+        yield path, value
 
 
 _ARRAYS = (np.ndarray, np.memmap)

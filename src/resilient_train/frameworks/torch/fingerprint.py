@@ -5,7 +5,7 @@ Each tensor is read where it lies. So replicas on devices of different kinds hav
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from resilient_train.frameworks.torch.device_digest import device_digest
 from resilient_train.frameworks.torch.leaves import BITS, dense, local, span_of
 from resilient_train.state.capture import COPY_TIMEOUT_MS
 from resilient_train.state.transfer import digest
-from resilient_train.state.tree import flatten
+from resilient_train.state.tree import flatten, leaves_of
 
 
 class TorchFingerprint:
@@ -66,19 +66,8 @@ def _together(digests: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def rows_of(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(name, digest) of each tensor and of each other value, in order: where two trees begin to differ."""
-    leaves = dict(_leaves(tree, ()))
+    leaves = dict(leaves_of(tree))
     return [(name, _digest_of(value)) for name, value in zip(names_of(leaves), leaves.values(), strict=True)]
-
-
-def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, (*path, index))
-    else:
-        yield path, value
 
 
 def _digest_of(value: Any) -> str:

@@ -8,33 +8,41 @@ from typing import Any
 import torch
 
 from resilient_train.frameworks.torch.checkpoint_pieces import names_of
-from resilient_train.frameworks.torch.leaves import TENSORS, local
+from resilient_train.frameworks.torch.leaves import local
 from resilient_train.state.nan import NanFound
-from resilient_train.state.tree import flatten
+from resilient_train.state.tree import leaves_of
 
 _SUMMED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
 def nan_in(tree: Mapping[str, Any]) -> NanFound | None:
-    """A sum is NaN if one of its terms is, whatever the order: memory is read once, and nothing is written but sums.
-
-    Of infinities with both signs it is NaN too, so where it is, all terms are looked at.
+    """A norm is NaN if one of its terms is, whatever the order, and of infinities it is infinite: memory is read once,
+    and nothing is written but norms. Many small tensors are one call.
     """
-    tensors = flatten(tree, TENSORS)[1]
-    held = [(name, local(tensor)) for name, tensor in zip(names_of(tensors), tensors.values(), strict=True)]
-    summed = [(name, tensor) for name, tensor in held if _is_plain(tensor)]
-    by_device: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
-    for name, tensor in summed:
-        by_device.setdefault(tensor.device, []).append((name, tensor, torch.isnan(tensor.sum())))
-    spoilt = [
-        name
-        for there in by_device.values()
-        for (name, tensor, _), may in zip(there, torch.stack([each[2] for each in there]).tolist(), strict=True)
-        if may and bool(torch.isnan(tensor).any())
-    ]
-    return NanFound(len(spoilt), len(held), spoilt[0]) if spoilt else None
+    held = {path: local(each) for path, each in leaves_of(tree) if isinstance(each, torch.Tensor)}
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[Any, ...]]] = {}
+    for path, tensor in held.items():
+        if _is_plain(tensor):
+            alike.setdefault((tensor.device, tensor.dtype), []).append(path)
+    spoilt = {
+        path
+        for paths in alike.values()
+        for path, is_nan in zip(paths, _are_nan([held[path] for path in paths]), strict=True)
+        if is_nan
+    }
+    names = (name for path, name in zip(held, names_of(held) if spoilt else (), strict=False) if path in spoilt)
+    return NanFound(len(spoilt), len(held), next(names)) if spoilt else None
+
+
+def _are_nan(tensors: list[torch.Tensor]) -> list[bool]:
+    with torch.no_grad():
+        found: list[bool] = torch.isnan(torch.stack(torch._foreach_norm(tensors))).tolist()
+    return found
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether torch can add its elements up. What is quantised, or sparse, or of a class of its own, is left out."""
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.dtype in _SUMMED
+    """Whether torch can take a norm of it. What is quantised, or sparse, or of a class of its own, is left out; so is
+    what has no element.
+    """
+    dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return dense and tensor.dtype in _SUMMED and tensor.numel() > 0

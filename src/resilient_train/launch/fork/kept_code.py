@@ -20,7 +20,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -79,7 +79,8 @@ class KeptCode:
     def find_spec(self, name: str, path: Sequence[str] | None = None, _: object = None) -> ModuleSpec | None:
         """Of a module that has a copy: its file may have gone, or a package may have come to stand in its place."""
         own = name.rpartition(".")[2]
-        for entry in sys.path if path is None else path:
+        entries: Iterable[Any] = sys.path if path is None else path
+        for entry in (each for each in entries if isinstance(each, str)):  # Python passes by what is something else
             folder = os.path.join(os.path.abspath(entry), own)  # noqa: PTH100, PTH118 - as in _copy_of
             if not is_users(folder):
                 continue

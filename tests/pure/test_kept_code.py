@@ -81,3 +81,16 @@ def test_a_package_that_is_gone_is_found_with_its_modules(folder: Path, tmp_path
     module = KeptCode(folder).find_spec("pkg.data", spec.submodule_search_locations)
     assert module is not None
     assert module.origin == str(tmp_path / "pkg" / "data.py")
+
+
+def test_another_folder_that_comes_first_is_not_passed_by(folder: Path, tmp_path: Path) -> None:
+    """Both have a module of that name, and somebody has read the second one's."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        written(tmp_path / name / "utils.py", "a = 1")
+    read(KeptCode(folder), str(tmp_path / "second" / "utils.py"))
+    entries = [str(tmp_path / "first"), str(tmp_path / "second")]
+    assert KeptCode(folder).find_spec("utils", entries) is None
+    spec = KeptCode(folder).find_spec("utils", entries[1:])
+    assert spec is not None
+    assert spec.origin == str(tmp_path / "second" / "utils.py")

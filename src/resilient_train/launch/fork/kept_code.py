@@ -20,7 +20,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -77,22 +77,40 @@ class KeptCode:
         sys.meta_path.insert(sys.meta_path.index(PathFinder), self)
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, _: object = None) -> ModuleSpec | None:
-        """Of a module that has a copy: its file may have gone, or a package may have come to stand in its place."""
-        own = name.rpartition(".")[2]
-        entries: Iterable[Any] = sys.path if path is None else path
-        for entry in (each for each in entries if isinstance(each, str)):  # Python passes by what is something else
-            folder = os.path.join(os.path.abspath(entry), own)  # noqa: PTH100, PTH118 - as in _copy_of
-            if not is_users(folder):
-                continue
-            for file, within in ((f"{folder}/__init__.py", [folder]), (f"{folder}.py", None)):
-                if Path(f"{self._folder}{file}").is_file():
-                    loader = SourceFileLoader(name, file)
-                    return spec_from_file_location(name, file, loader=loader, submodule_search_locations=within)
-            if Path(f"{self._folder}{folder}").is_dir() and not Path(folder).is_dir():  # without an __init__.py
+        """Of a module that has a copy: its file may have gone, or a package may have come to stand in its place. None:
+        it is found as usual, also where another folder comes first by now.
+        """
+        for folder, file in self._copies_of(name, path):
+            usual = PathFinder.find_spec(name, path)
+            if usual is not None and not _is_in(usual, folder):
+                return None
+            if file:
+                within = [folder] if file.endswith("/__init__.py") else None
+                loader = SourceFileLoader(name, file)
+                return spec_from_file_location(name, file, loader=loader, submodule_search_locations=within)
+            if usual is None:
                 spec = ModuleSpec(name, None, is_package=True)
                 spec.submodule_search_locations = [folder]
                 return spec
         return None
+
+    def _copies_of(self, name: str, path: Iterable[Any] | None) -> Iterator[tuple[str, str]]:
+        """Where copies are: the folder that a package of that name is or would be, and the file; empty: a package
+        without an ``__init__.py``.
+        """
+        own = name.rpartition(".")[2]
+        for entry in sys.path if path is None else path:
+            if not isinstance(entry, str):  # Python passes by it as well
+                continue
+            folder = os.path.join(os.path.abspath(entry), own)  # noqa: PTH100, PTH118 - as in _copy_of
+            if not is_users(folder):
+                continue
+            yield from ((folder, file) for file in (f"{folder}/__init__.py", f"{folder}.py") if self._has(file))
+            if Path(f"{self._folder}{folder}").is_dir():
+                yield folder, ""
+
+    def _has(self, file: str) -> bool:
+        return Path(f"{self._folder}{file}").is_file()
 
     def text(self, path: str) -> bytes:
         """Of the source file. Raises OSError if there is neither a copy nor the file."""
@@ -161,6 +179,12 @@ class KeptCode:
                 "taken as it is, so if the job has not written it itself the bits may not be those of the undisturbed "
                 "run (docs/how-to/schedulers.md, New code)"
             )
+
+
+def _is_in(spec: ModuleSpec, folder: str) -> bool:
+    """Whether it is of that package, or of a module that stands in its place."""
+    places = filter(None, (spec.origin, *(spec.submodule_search_locations or ())))
+    return any(f"{os.path.abspath(each)}/".startswith((f"{folder}/", f"{folder}.")) for each in places)  # noqa: PTH100
 
 
 def _is_source(path: str) -> bool:

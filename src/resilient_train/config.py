@@ -471,6 +471,8 @@ def fix_hash_seed() -> None:
     if os.environ.get(_HASH_SEED) or sys.flags.ignore_environment or not sys.executable:
         return
     os.environ[_HASH_SEED] = "0"
+    if not sys.flags.hash_randomization:
+        return  # it is so already: somebody (a sitecustomize) has removed the variable
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - it is this process
 
 

@@ -91,6 +91,19 @@ def test_another_folder_that_comes_first_is_not_passed_by(folder: Path, tmp_path
     read(KeptCode(folder), str(tmp_path / "second" / "utils.py"))
     entries = [str(tmp_path / "first"), str(tmp_path / "second")]
     assert KeptCode(folder).find_spec("utils", entries) is None
+    (tmp_path / "second" / "utils.py").unlink()
     spec = KeptCode(folder).find_spec("utils", entries[1:])
     assert spec is not None
     assert spec.origin == str(tmp_path / "second" / "utils.py")
+
+
+def test_what_has_stood_there_since_the_job_began_is_found_as_usual(folder: Path, tmp_path: Path) -> None:
+    """With its own loader, as libraries have that change the text of what is imported; and a package beside a file."""
+    read(KeptCode(folder), written(tmp_path / "plain.py", "a = 1"))
+    assert KeptCode(folder).find_spec("plain", [str(tmp_path)]) is None
+    (tmp_path / "both").mkdir()
+    written(tmp_path / "both" / "__init__.py", "a = 2")
+    time.sleep(0.02)  # times of files come in ticks
+    (folder / ".resilient_train").chmod(0o600)  # as if the job began now
+    read(KeptCode(folder), written(tmp_path / "both.py", "a = 1"))
+    assert KeptCode(folder).find_spec("both", [str(tmp_path)]) is None

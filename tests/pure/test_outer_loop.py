@@ -9,6 +9,7 @@ import torch
 import resilient_train as rt
 from resilient_train.errors import ConfigError, UsageError
 from resilient_train.session.reading.outer_loop import Made, loop_of_sessions, made_here, outer_loop
+from resilient_train.session.reading.static_lookup import Texts
 
 found: list[str] = []
 folds: list[str] = []
@@ -16,8 +17,8 @@ made: Made = {}
 
 
 def steps(total: int) -> Iterator[int]:
-    found.append(outer_loop(made))
-    folds.append(loop_of_sessions(made))
+    found.append(outer_loop(made, Texts()))
+    folds.append(loop_of_sessions(made, Texts()))
     return iter(range(total))
 
 

@@ -41,6 +41,7 @@ from resilient_train.session.loader import Cursor
 from resilient_train.session.metrics import check_metrics
 from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.reading.outer_loop import loop_of_sessions, made_here, outer_loop
+from resilient_train.session.reading.static_lookup import Texts
 from resilient_train.session.step import Step
 from resilient_train.standby_stage import standby_point
 
@@ -162,9 +163,10 @@ class Session:
         # A later process of the rank would not be there if the first had been refused, and others wait for it.
         is_first = self._link is None or not self._link.incarnation
         if is_first and not self._stepping:
-            if place := outer_loop(self._made):
+            texts = Texts()
+            if place := outer_loop(self._made, texts):
                 raise self._refused(_NESTED.format(place=place))
-            if self._driver is not None and config.is_first_rank() and (place := loop_of_sessions(self._made)):
+            if self._driver is not None and config.is_first_rank() and (place := loop_of_sessions(self._made, texts)):
                 say_aside(_SEVERAL.format(place=place))
         self._stepping = True
         return self._plain_steps(total, start) if self._driver is None else self._driver.steps(total, start)

@@ -12,12 +12,12 @@ from resilient_train.frameworks.torch.leaves import local
 from resilient_train.state.nan import NanFound
 from resilient_train.state.tree import leaves_of
 
-_SUMMED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+_WITH_NORM = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
 def nan_in(tree: Mapping[str, Any]) -> NanFound | None:
-    """A norm is NaN if one of its terms is, whatever the order, and of infinities it is infinite: memory is read once,
-    and nothing is written but norms. Many small tensors are one call.
+    """A norm is NaN if one of its terms is, whatever the order: memory is read once, and nothing is written but norms.
+    Many small tensors are one call. Where it is NaN all terms are looked at: of infinities a device may make it one.
     """
     held = {path: local(each) for path, each in leaves_of(tree) if isinstance(each, torch.Tensor)}
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[Any, ...]]] = {}
@@ -28,10 +28,12 @@ def nan_in(tree: Mapping[str, Any]) -> NanFound | None:
         path
         for paths in alike.values()
         for path, is_nan in zip(paths, _are_nan([held[path] for path in paths]), strict=True)
-        if is_nan
+        if is_nan and bool(torch.isnan(held[path]).any())
     }
-    names = (name for path, name in zip(held, names_of(held) if spoilt else (), strict=False) if path in spoilt)
-    return NanFound(len(spoilt), len(held), next(names)) if spoilt else None
+    if not spoilt:
+        return None
+    first = next(name for path, name in zip(held, names_of(held), strict=True) if path in spoilt)
+    return NanFound(len(spoilt), len(held), first)
 
 
 def _are_nan(tensors: list[torch.Tensor]) -> list[bool]:
@@ -45,4 +47,4 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     what has no element.
     """
     dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-    return dense and tensor.dtype in _SUMMED and tensor.numel() > 0
+    return dense and tensor.dtype in _WITH_NORM and tensor.numel() > 0

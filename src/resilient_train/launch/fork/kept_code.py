@@ -77,22 +77,31 @@ class KeptCode:
         sys.meta_path.insert(sys.meta_path.index(PathFinder), self)
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, _: object = None) -> ModuleSpec | None:
-        """Of a module that has a copy: its file may have gone, or a package may have come to stand in its place. None:
-        it is found as usual, also where another folder comes first by now.
+        """Of a module that has a copy, and whose file has gone since, or has a package in its place. None: it is found
+        as usual, with whatever loader is usual, also where another folder comes first by now.
         """
         for folder, file in self._copies_of(name, path):
             usual = PathFinder.find_spec(name, path)
-            if usual is not None and not _is_in(usual, folder):
+            if usual is not None and not (
+                _is_in(usual, folder) and file not in _places_of(usual) and self._is_new(usual)
+            ):
                 return None
             if file:
                 within = [folder] if file.endswith("/__init__.py") else None
                 loader = SourceFileLoader(name, file)
                 return spec_from_file_location(name, file, loader=loader, submodule_search_locations=within)
-            if usual is None:
-                spec = ModuleSpec(name, None, is_package=True)
-                spec.submodule_search_locations = [folder]
-                return spec
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = [folder]
+            return spec
         return None
+
+    def _is_new(self, spec: ModuleSpec) -> bool:
+        """Whether it has come to where it is since the job began; a copied or an unpacked file has older times too."""
+        try:
+            began_ns = (self._folder / _MARK).stat().st_ctime_ns
+            return any(Path(each).stat().st_ctime_ns >= began_ns for each in _places_of(spec))
+        except OSError:
+            return False
 
     def _copies_of(self, name: str, path: Iterable[Any] | None) -> Iterator[tuple[str, str]]:
         """Where copies are: the folder that a package of that name is or would be, and the file; empty: a package
@@ -183,8 +192,11 @@ class KeptCode:
 
 def _is_in(spec: ModuleSpec, folder: str) -> bool:
     """Whether it is of that package, or of a module that stands in its place."""
-    places = filter(None, (spec.origin, *(spec.submodule_search_locations or ())))
-    return any(f"{os.path.abspath(each)}/".startswith((f"{folder}/", f"{folder}.")) for each in places)  # noqa: PTH100
+    return any(f"{each}/".startswith((f"{folder}/", f"{folder}.")) for each in _places_of(spec))
+
+
+def _places_of(spec: ModuleSpec) -> list[str]:
+    return [*map(os.path.abspath, [spec.origin] if spec.origin else spec.submodule_search_locations or ())]
 
 
 def _is_source(path: str) -> bool:

@@ -23,22 +23,21 @@ def made_here() -> Made:
     return {frame.f_code: frame.f_lineno or 0 for frame in script_place.frames()}
 
 
-def outer_loop(made: Made) -> str:
+def outer_loop(made: Made, texts: Texts) -> str:
     """``FILE:LINE`` of the nearest ``for`` around the call that is being made, in which the Session was not ``made``.
 
     Empty: there is none; or there is a way out of a loop here, so that the inner one may go on where it was; or the
     text can't be read. A ``while`` may have a condition that is false behind the first pass.
     """
-    return _nearest(made, around_session=False)
+    return _nearest(made, texts, around_session=False)
 
 
-def loop_of_sessions(made: Made) -> str:
+def loop_of_sessions(made: Made, texts: Texts) -> str:
     """Likewise, the nearest ``for`` in which the Session *was* made: its second pass makes a second one."""
-    return _nearest(made, around_session=True)
+    return _nearest(made, texts, around_session=True)
 
 
-def _nearest(made: Made, *, around_session: bool) -> str:
-    texts = Texts()
+def _nearest(made: Made, texts: Texts, *, around_session: bool) -> str:
     for frame in script_place.frames():
         loops = [each for each in loops_at(frame, texts) if _was_around(each, frame, made) is around_session]
         if any(isinstance(each, _LEAVES) for loop in loops for each in in_scope(loop)):

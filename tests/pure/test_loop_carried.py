@@ -69,6 +69,7 @@ LOOPS = {
     "an array that is added to at places": ("np.add.at(array, step, 1)", ("array",)),
     "a heap": ("heapq.heappush(news, step)", ("news",)),
     "a list that is turned": ("news.reverse()\nuse(news)", ("news",)),
+    "what only has the name of one that draws": ("use(image_maker)", ()),
     "a queue": ("queue.put(1)\nuse(queue.get())", ("queue",)),
     "an attribute by a name": ("setattr(net, 'seen', getattr(net, 'seen') * 2)", ("net.seen",)),
     "of a frozen object": ("object.__setattr__(net, 'seen', net.seen * 2)", ("net.seen",)),
@@ -101,6 +102,7 @@ LOOPS = {
     "in place, of a dict": ("for k, v in means.items():\n    v.mul_(0.9)", ("means",)),
     "in place, its values": ("for v in means.values():\n    v.mul_(0.9)", ("means",)),
     "in place, in a comprehension": ("[a.mul_(0.9) for a, _ in zip(stored, stored)]", ("stored",)),
+    "as a whole, a row": ("row = array[step % 3 :]\nrow.fill(1)\nuse(array)", ("array",)),
     "in place, a row": ("row = array[step % 3 :]\nrow[0] = row[1]\nuse(array)", ("array",)),
     "in place, by +=": ("for a in stored:\n    a += step", ("stored",)),
     "in place, of pairs": ("for a, b in nested:\n    b.add_(step)", ("nested",)),
@@ -166,6 +168,10 @@ def looked(frame: FrameType, known: Any) -> None:
     FRAMES.append(loop_carried(frame, (known,), each=EACH[0]))
 
 
+class Generator:
+    """Of images."""
+
+
 def names() -> dict[str, Any]:
     known = Thing()
     known.kept = [0, 0, 0]  # type: ignore[attr-defined]
@@ -209,6 +215,7 @@ def names() -> dict[str, Any]:
         "np": np,
         "heapq": heapq,
         "queue": Queue(),
+        "image_maker": Generator(),
     }
 
 

@@ -77,7 +77,7 @@ class PlayedDriver:
     def head_ends(self) -> None:
         pass
 
-    def tell_carried(self, call: Any, again: Any) -> None:
+    def step_made(self, call: Any, again: Any) -> None:
         pass
 
     def set_mode(self, mode: Mode) -> None:

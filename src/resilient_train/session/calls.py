@@ -82,7 +82,7 @@ class Calls:
                 result = self._make_all()
             self._again.end(call, result)
             if self._again.known:
-                self._driver.tell_carried(call, self._again)
+                self._driver.step_made(call, self._again)
             if self._driver.window_open:
                 self._set_mode(Mode.BETWEEN)
             return result

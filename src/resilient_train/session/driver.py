@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from msgspec import structs
 
-from resilient_train import config, script_place
+from resilient_train import config
 from resilient_train._native import allow_readers
 from resilient_train.descriptors import RecoveryLimit
 from resilient_train.errors import (
@@ -57,6 +57,7 @@ from resilient_train.session.from_saved import beside
 from resilient_train.session.given_again import GivenAgain
 from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
+from resilient_train.session.kept_beside import KeptBeside
 from resilient_train.session.kept_calls import BodyCall, KeptCall
 from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import Cursor
@@ -67,9 +68,6 @@ from resilient_train.session.notices import Notices
 from resilient_train.session.pauses import ScriptPauses
 from resilient_train.session.publication import Publication
 from resilient_train.session.rank_trace import RankTrace
-from resilient_train.session.reading.known_objects import own_of
-from resilient_train.session.reading.loop_carried import carried_at
-from resilient_train.session.reading.static_lookup import Texts
 from resilient_train.session.rebuild import build_groups, lacks
 from resilient_train.session.replica_comparison import Comparison
 from resilient_train.session.saving import Saving
@@ -123,10 +121,8 @@ class Driver:
     _unlike = False
     """A body has changed registered state where nobody saw it: nothing is to be saved of that."""
     _told_beside = False
-    _recovered = _told_carried = False
-    """A process has taken another one's place, or goes on from what was saved, or a step runs again; and what that does
-    to the loop's own variables was told.
-    """
+    _recovered = False
+    """A process has taken another one's place, or goes on from what was saved, or a step runs again."""
     _answer: Any = None
     _digests = ("", "")
     """Of the state with which this rank has come to its end."""
@@ -161,17 +157,15 @@ class Driver:
             skips=skips,
         )
         self._notices = notices = Notices(link, self._rank, lambda: self._number)
+        self._kept_beside = KeptBeside(notices, objects, cursor, engine.window)
         self._publication = Publication(self._link, engine.rank_state, engine.data, cursor)
         groups = replicas or (tuple(range(agent.world_size)),)
-        self._comparison = Comparison(
-            self._link, engine.state, engine.gradients, groups, settings.compare_every, self._inputs
-        )
+        state, window = engine.state, engine.window
+        self._comparison = Comparison(link, state, engine.gradients, groups, settings.compare_every, self._inputs)
         self.saving = Saving(
-            link, engine.state, engine.window, self._publication, agent.run_dir, groups, notices.event, self._comparison
+            link, state, window, self._publication, agent.run_dir, groups, notices.event, self._comparison
         )
-        self._without_update = BodiesWithoutUpdate(
-            engine.window, engine.gradients, notices.event, tells=notices.is_speaker
-        )
+        self._without_update = BodiesWithoutUpdate(window, engine.gradients, notices.event, tells=notices.is_speaker)
         self._anomalies = self._anomaly_check(limits, skips=skips, looks=switches.tre > 0)
         self._nan = NanWatch(link, engine.state, goes_back=self._anomalies is not None)
         self._clock = ComputeClock(engine.collectives.waited_ns, self._peers.add_computed)
@@ -186,10 +180,8 @@ class Driver:
         self.slow = self._pulse.slow
         self._pauses = ScriptPauses(agent, engine.drill, engine.data, self.slow, notices.event)
         self.on_pause = self._pauses.add
-        self._from_replica = FromReplica(
-            link, engine.state, engine.window, engine.groups, self._publication, settings.transfer
-        )
-        self._head = LoopHead(engine.window, engine.between, self._from_replica, agent.attempt)
+        self._from_replica = FromReplica(link, state, window, engine.groups, self._publication, settings.transfer)
+        self._head = LoopHead(window, engine.between, self._from_replica, agent.attempt)
         self._device = DeviceErrors(self._peers, engine.device, notices.event, mends=switches.uce)
         self._explainer = Explainer(self._peers, engine.groups, self._device, self._from_replica)
         report = CollectiveReport(self._link, self._pulse.folder, engine.groups.recorded)
@@ -250,29 +242,13 @@ class Driver:
             yield step
             if not step.entered:
                 raise UsageError(f"step {step.number} was not used: write `with step:` around the loop's body")
-            self.tell_carried()
+            self.step_made()
             step = self.next_step(total)
         self._ended()
 
-    def tell_carried(self, call: BodyCall | None = None, again: GivenAgain | None = None) -> None:
-        """Called behind each step, by the loop itself or for that ``call``. Behind the first recovery: their variables
-        that go from step to step, of which nobody knows what they are for.
-        """
-        if self._told_carried or not self._recovered:
-            return
-        self._told_carried = True
-        frame = next(script_place.frames(), None)
-        if not self._notices.is_speaker or frame is None:
-            return
-        try:
-            texts, cursor = Texts(), self._cursor
-            own = own_of(self._objects, cursor.sources(), self._engine.window.settled(), texts)
-            found = carried_at(frame, own, cursor.loader, texts, call, again)
-        except Exception as error:  # a text that it does not understand is no reason to end a job that goes on
-            self._notices.event("loop_unread", {"error": f"{type(error).__name__}: {error}"})
-            return
-        if found:
-            self._notices.carried(found)
+    def step_made(self, call: BodyCall | None = None, again: GivenAgain | None = None) -> None:
+        """Called behind each step, by the loop itself or for that ``call``."""
+        self._kept_beside.step_made(call, again, recovered=self._recovered)
 
     def look(self, arguments: Any, variables: Sequence[Any], *, plain: bool) -> bytes:
         """A body gets these, and reads those. See ``frameworks/roles.Data``."""

@@ -20,7 +20,7 @@ from resilient_train.session.reading.names import (
     prefixes,
     split_name,
 )
-from resilient_train.session.reading.scope import Key, Scope
+from resilient_train.session.reading.scope import LOOP, Key, Scope
 from resilient_train.session.reading.static_lookup import (
     CONTAINERS,
     FUNCTIONS,
@@ -36,6 +36,7 @@ from resilient_train.session.reading.static_lookup import (
     functions_of,
     held,
     hooks_of,
+    is_array,
     is_class,
     is_module_container,
     is_object,
@@ -101,6 +102,10 @@ class Flow:
         """Parts of objects of before, by ``+=``; and what moves when it is used."""
         self._filled: dict[int, str] = {}
         """Containers and tensors of before, by id, that it changes in place."""
+        self._in_part = set[int]()
+        """Tensors of before of which a variable of this pass is a part."""
+        self._anew = set[int]()
+        """Containers of before in which it has written a tensor as a whole, by another name of that."""
         self._used = set[int]()
         """Objects of which it reads something."""
         self._sure = set[Key]()
@@ -132,6 +137,12 @@ class Flow:
         behind = {self._scope.key(each): each for each in unknown}
         now_and_then += [each for key, each in behind.items() if key in self._written and key not in self._sure]
         return list(dict.fromkeys([*names, *filled, *now_and_then]))
+
+    def seen(self) -> set[Key]:
+        """What this pass has seen to be written, in the order of the text; of a container its id alone."""
+        keys = {*self._written, *self._changed, *self._set}
+        own = {(id(LOOP), name) if holder == id(self._scope) else (holder, name) for holder, name in keys}
+        return own | {(container, "") for container in (*self._filled, *self._anew)}
 
     def _read_behind(self) -> set[int]:
         """Containers that it fills with tensors or arrays, and whose names are read behind the loop."""
@@ -263,7 +274,9 @@ class Flow:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._begins_anew(node.func):
             for child in (*node.args, *node.keywords):
                 self._read(child)
-            self._wrote(self._written_by(node.func.value))
+            name = self._written_by(node.func.value)
+            self._anew.update(self._stored(name))
+            self._wrote(name)
             return
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._fills(node.func):
             named = self._written_by(node.func.value)
@@ -434,6 +447,7 @@ class Flow:
 
     def _stored_by(self, node: ast.AST) -> Stored:
         """The tensor or the container of before that an expression is, or has it from; empty: none that is known."""
+        in_part = isinstance(node, ast.Subscript)
         while isinstance(node, ast.Subscript):
             node = node.value
         name = self._written_by(node)
@@ -444,6 +458,8 @@ class Flow:
         if self._is_sure(container) or len(path) < len(split_name(container)) or self._registered.has(path, container):
             return {}
         loose = any(not self._registered.has([each], container) for each in arrays_in(path[-1]))
+        if in_part and is_array(path[-1]):
+            self._in_part.add(id(path[-1]))
         return {id(path[-1]): container + self._scope.where} if loose else {}
 
     def _stored(self, name: str) -> Stored:
@@ -464,7 +480,9 @@ class Flow:
             match target:
                 case ast.Subscript(value=of) if stored := self._stored(name_of(of)):
                     self._read(target.slice)
-                    if not is_all(target.slice):
+                    if is_all(target.slice):
+                        self._anew.update(stored)
+                    else:
                         self._filled = {**stored, **self._filled}
                 case ast.Tuple() | ast.List():
                     self._write(*target.elts)
@@ -537,14 +555,17 @@ class Flow:
         if method.attr in _SEEDS:
             path = self._scope.path(name) if name else []
             return bool(path) and len(path) == len(split_name(name)) and moves_when_used(path[-1])
-        return method.attr in _ANEW and "[" not in name and bool(self._kept_in(name))
+        return method.attr in _ANEW and "[" not in name and bool(self._kept_in(name)) and not self._is_part(name)
+
+    def _is_part(self, name: str) -> bool:
+        return not self._in_part.isdisjoint(self._stored(name))
 
     def _fills(self, method: ast.Attribute) -> bool:
         """Whether a call of it changes something in place, and gives nothing of it."""
         name, verb = self._written_by(method.value), method.attr
         if isinstance(method.value, ast.Subscript) and self._objects_in(method.value.value):
             return False
-        of_tensor = verb.endswith("_") and not verb.startswith("_")
+        of_tensor = (verb.endswith("_") and not verb.startswith("_")) or (verb in _ANEW and self._is_part(name))
         if verb in _MODULE_CHANGES and self._holds_modules(name):
             self._fill(name)
             return True

@@ -95,6 +95,14 @@ class KnownObjects:
             return False  # an optimizer, or an object that publishes other attributes than this one
         return of_models and not (is_plain(path[-1]) or moves_when_used(path[-1]) or any(map(counts_for_itself, path)))
 
+    def carries(self, holder: object, key: str, value: object) -> bool:
+        """Whether what ``holder`` has at ``key`` (see ``scope.Key``) comes back; of an object, whether all of it does.
+        What hangs on a parameter does not come back with it.
+        """
+        if is_object(value) or is_array(holder):
+            return id(value) in self._known
+        return self.has([holder, value], f"x{key}" if key.startswith("[") else f"x.{key}")
+
 
 class Registration(NamedTuple):
     """For the three first parameters of KnownObjects."""

@@ -24,7 +24,7 @@ from resilient_train.session.kept_calls import BodyCall
 from resilient_train.session.reading.flow import Flow
 from resilient_train.session.reading.known_objects import KnownObjects, Registration, Settled
 from resilient_train.session.reading.names import Loop, loops_at, names_behind
-from resilient_train.session.reading.scope import Scope
+from resilient_train.session.reading.scope import Key, Scope
 from resilient_train.session.reading.static_lookup import (
     Texts,
     all_parts,
@@ -66,17 +66,21 @@ def loop_carried(
     *,
     each: bool = False,
     texts: Texts | None = None,
+    seen: set[Key] | None = None,
 ) -> LoopCarried | None:
     """Of the innermost loop that runs in ``frame`` (of ``each`` one); None if it keeps nothing, or its text can't be
     read. ``known`` objects, and what is written as theirs, are left out; so are ``models``, but for numbers in their
-    attributes, which no ``state_dict()`` has, and which are not in ``settled``. ``loaders`` read what they reach.
+    attributes, which no ``state_dict()`` has, and which are not in ``settled``. ``loaders`` read what they reach. To
+    ``seen`` is added what the text writes.
     """
     found, texts = None, texts or Texts()
     loops, registered = loops_at(frame, texts), KnownObjects(known, models, settled, loaders)
     for loop in reversed(loops if each else loops[-1:]):
         flow = Flow(Scope(frame.f_code, frame.f_globals, variables(frame)), registered, texts)
         flow.behind = names_behind(loop, frame, texts)
-        found = _and_also(found, _carried_by(loop, flow, frame.f_code.co_filename))
+        found = and_also(found, _carried_by(loop, flow, frame.f_code.co_filename))
+        if seen is not None:
+            seen |= flow.seen()
     return found
 
 
@@ -92,6 +96,7 @@ def body_carried(
     *,
     given: Mapping[str, Any] | None = None,
     texts: Texts | None = None,
+    seen: set[Key] | None = None,
 ) -> LoopCarried | None:
     """The same, of a function that is called for each step; what stands around it runs once. Of a library's trainer it
     is not the user's: then of what the models have for it. ``given``: what its parameters stand for in each call.
@@ -104,26 +109,35 @@ def body_carried(
     code = found[0].function.__code__
     scope, registered = Scope(code, found[0].function.__globals__, {}), KnownObjects(known, models, settled)
     flow = Flow(scope, registered, texts or Texts(), given)
-    return _told_of(flow, lambda: flow.follow(found), f"{code.co_filename}:{code.co_firstlineno}")
+    carried = _told_of(flow, lambda: flow.follow(found), f"{code.co_filename}:{code.co_firstlineno}")
+    if seen is not None:
+        seen |= flow.seen()
+    return carried
 
 
 def carried_at(
-    frame: FrameType, own: Registration, loader: object, texts: Texts, call: BodyCall | None, again: GivenAgain | None
+    frame: FrameType,
+    own: Registration,
+    loader: object,
+    texts: Texts,
+    call: BodyCall | None,
+    again: GivenAgain | None,
+    seen: set[Key],
 ) -> LoopCarried | None:
     """Of the loop in ``frame`` that draws the steps; or that makes the ``call``, of its body too, and of what calls are
-    given ``again``.
+    given ``again``. ``seen``: see ``loop_carried``.
     """
     found = None
     if call is None or script_place.is_users(frame.f_code.co_filename):
-        found = loop_carried(frame, *own, [loader], each=call is not None, texts=texts)
+        found = loop_carried(frame, *own, [loader], each=call is not None, texts=texts, seen=seen)
     if call is not None and again is not None:
-        found = _and_also(found, body_carried(call.body, *own, given=again.lasting(call), texts=texts))
+        found = and_also(found, body_carried(call.body, *own, given=again.lasting(call), texts=texts, seen=seen))
         if again.results:
-            found = _and_also(found, LoopCarried(("what session.call returns",), script_place.line()))
+            found = and_also(found, LoopCarried(("what session.call returns",), script_place.line()))
     return found
 
 
-def _and_also(found: LoopCarried | None, more: LoopCarried | None) -> LoopCarried | None:
+def and_also(found: LoopCarried | None, more: LoopCarried | None) -> LoopCarried | None:
     """Both, at the place of the first."""
     if found is None or more is None:
         return found or more

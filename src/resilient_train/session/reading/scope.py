@@ -22,6 +22,8 @@ from resilient_train.session.reading.static_lookup import (
 
 Key = tuple[int, str]
 """A variable: the object (or the namespace) that holds it, and what it is called there."""
+LOOP = object()
+"""Holds the variables of the function that the loop is in."""
 
 
 class Scope:

@@ -32,9 +32,10 @@ from resilient_train.session.step import Steps
 _TEXT_MAX = 300_000
 UNKNOWN: Any = object()
 _DRAWS = ("Random", "Generator", "RandomState", "Queue", "SimpleQueue")
-"""Python's, NumPy's and torch's own."""
+_OF_DRAWS = ("random", "numpy", "torch", "queue", "_queue", "multiprocessing", "asyncio", "_random")
+"""Python's, NumPy's and torch's own: a user's ``Generator`` makes images."""
 _FILES = io.IOBase.__mro__[1]
-_ORDER, _HELD, _NAME = (vars(type)[name] for name in ("__mro__", "__dict__", "__name__"))
+_ORDER, _HELD, _NAME, _MODULE = (vars(type)[name] for name in ("__mro__", "__dict__", "__name__", "__module__"))
 PLAIN = (int, float, complex, bool, str, bytes, tuple, list, dict, set, frozenset, deque)
 """Of a module's attributes, what its state_dict() has not; nor has it tensors and arrays that are no buffers."""
 OF_ARRAYS = ("add_", "__array_interface__")
@@ -81,8 +82,11 @@ def moves_when_used(value: Any) -> bool:
         return False
     if any(each is _FILES for each in kinds):
         return False
-    draws = any("__next__" in _HELD.__get__(each) or _NAME.__get__(each) in _DRAWS for each in kinds)
-    return draws or counts_for_itself(value)
+    return any("__next__" in _HELD.__get__(each) or _draws(each) for each in kinds) or counts_for_itself(value)
+
+
+def _draws(kind: type) -> bool:
+    return _NAME.__get__(kind) in _DRAWS and str(_MODULE.__get__(kind)).partition(".")[0] in _OF_DRAWS
 
 
 def counts_for_itself(value: Any) -> bool:
@@ -100,8 +104,8 @@ def is_module_container(value: Any) -> bool:
 def held(value: Any, attribute: str) -> Any:
     """As it lies in the object, or in its class: a method there is a function. UNKNOWN: nothing does."""
     if is_class(value):
-        return next((each[attribute] for each in _held_by(value) if attribute in each), UNKNOWN)
-    of_class = next((each[attribute] for each in _held_by(type(value)) if attribute in each), UNKNOWN)
+        return next((each[attribute] for each in held_by(value) if attribute in each), UNKNOWN)
+    of_class = next((each[attribute] for each in held_by(type(value)) if attribute in each), UNKNOWN)
     if type(of_class) is MemberDescriptorType:  # a slot
         try:
             return of_class.__get__(value)
@@ -131,13 +135,14 @@ def is_class(value: Any) -> bool:
     return any(each is type for each in _ORDER.__get__(type(value)))
 
 
-def _held_by(kind: type) -> Iterator[Mapping[str, Any]]:
+def held_by(kind: type) -> Iterator[Mapping[str, Any]]:
+    """What a class and those that it is made of have, its own first."""
     return (_HELD.__get__(each) for each in _ORDER.__get__(kind))
 
 
 def attributes_of(value: Any) -> Mapping[str, Any]:
     """Those that lie in the object itself."""
-    found: Any = next((each["__dict__"] for each in _held_by(type(value)) if "__dict__" in each), None)
+    found: Any = next((each["__dict__"] for each in held_by(type(value)) if "__dict__" in each), None)
     if type(found) not in (GetSetDescriptorType, MemberDescriptorType):  # a property of the user's
         return {}
     own: Any = found.__get__(value)

@@ -1,0 +1,347 @@
+"""What the script's objects hold between two steps. Seen twice, it tells what a training keeps by a way that its text
+does not show: an attribute of a parameter, ``for h in self.histories: h.append(x)``, ``setattr(self, name, x)``, a
+callback behind a list that hands calls on, the closure of a hook.
+
+``flow.py`` reads what a loop writes, and in which order; it knows what each name stands for, and not every way to an
+object. Here nothing is known of the order, so what it has seen being written is its alone. Objects are asked past what
+their classes have made of them, and no line of the user's runs. Of library's objects nothing is looked at: what their
+insides mean nobody knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import sys
+from collections import UserDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import islice
+from types import FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+from resilient_train import script_place
+from resilient_train.session.reading.scope import LOOP
+from resilient_train.session.reading.static_lookup import (
+    FUNCTIONS,
+    MODULES,
+    PROPERTIES,
+    UNKNOWN,
+    attributes_of,
+    cells,
+    contents,
+    held_by,
+    hooks_of,
+    is_class,
+    parts_of,
+    variables,
+)
+
+_OBJECTS, _OF_MODULES, _OF_ROOT = 10_000, 2_000, 4_000
+"""So many are looked at; of modules that don't run, and of one variable: 20 us each, once or twice in a process."""
+_WIDE, _ENDS = 256, 32
+_BYTES = 1 << 20
+_SCALARS = (int, float, complex, str, bytes, type(None))
+_SETS = (set, frozenset)
+_CONTAINERS = (dict, *_SETS, list, tuple, deque)
+_PLAIN_OBJECTS = (SimpleNamespace, argparse.Namespace, UserDict)
+_TENSORS = ("_parameters", "_buffers")
+_OTHERWISE = (*_TENSORS, MODULES, "training")
+"""Of a torch module, what is looked at otherwise, or by others."""
+_OF_TENSORS = ("Tensor", "Parameter", "Buffer")
+_OF_OPTIMIZERS = ("param_groups", "state")
+_NOT_STATE = (*FUNCTIONS, *PROPERTIES, staticmethod, classmethod, MemberDescriptorType)
+"""Of a class."""
+
+
+_ORDER, _MODULE, _NAME = (cast("Any", vars(type)[each]) for each in ("__mro__", "__module__", "__name__"))
+
+
+class HeldPart(NamedTuple):
+    """``key``: how it is written behind ``holder``, the object that it lies in: see ``scope.Key``."""
+
+    holder: Any
+    key: str
+    name: str
+    """As one would write it."""
+    value: Any
+
+
+class _Seen(NamedTuple):
+    form: Hashable
+    around: str
+    """The name of what it lies in."""
+    kind: tuple[type, str]
+    """Of the holder, and its key there."""
+
+
+class ScriptContents(NamedTuple):
+    """By name."""
+
+    seen: dict[str, _Seen]
+    opened: frozenset[str]
+    """Of these objects, what they hold was looked at by that name."""
+    settled: frozenset[tuple[type, str]]
+    """Attributes of the user's classes that were left out in one of their objects."""
+
+
+def contents_of(frames: Iterable[FrameType], left_out: Callable[[HeldPart], bool]) -> ScriptContents:
+    """Of what ``frames`` and the modules of the user's can reach, the outermost first: a variable of a loop is another
+    name of something, as a rule. ``left_out``: what lies there is not looked at, nor what it holds.
+    """
+    running, walk = [*frames], _Walk(left_out)
+    for root in _variables_of_modules(running):
+        walk.follow(root, _OF_MODULES)
+    for root in _variables_of(running):
+        walk.follow(root, _OBJECTS)
+    return ScriptContents(walk.found, frozenset(walk.opened), frozenset(walk.settled))
+
+
+class _Walk:
+    """Each object once, by its shortest name behind the variable that it is found by."""
+
+    def __init__(self, left_out: Callable[[HeldPart], bool]) -> None:
+        self._left_out = left_out
+        self.found: dict[str, _Seen] = {}
+        self.opened, self.settled = set[str](), set[tuple[type, str]]()
+        self._ids, self._kept = set[int](), list[Any]()
+        """What was kept can't be freed, so that no other object gets its id."""
+
+    def follow(self, root: HeldPart, limit: int) -> None:
+        """What can be reached from there, until ``limit`` objects have been seen in all."""
+        todo = deque([(root.name, root.value)] if not self._left_out(root) else ())
+        limit = min(limit, len(self._kept) + _OF_ROOT)
+        while todo and len(self._kept) < limit:
+            name, each = todo.popleft()
+            if id(each) in self._ids:
+                continue
+            self._ids.add(id(each))
+            self._kept.append(each)
+            self.opened.add(name)
+            self.found.setdefault(name, _Seen(_form(each), "", (type, "")))
+            for part in _parts(name, each):
+                kind = (type(part.holder), part.key)
+                if self._left_out(part):
+                    self.settled |= {kind} if _kind(kind[0]).is_users else set()
+                    continue
+                self.found.setdefault(part.name, _Seen(_form(part.value), name, kind))
+                if not _is_scalar(part.value):
+                    todo.append((part.name, part.value))
+
+
+def changed(before: ScriptContents, now: ScriptContents) -> list[str]:
+    """What holds something else: of containers their names, and of an attribute of many tensors the first."""
+    names, settled = dict[str, str](), set[str]()
+    for name, (form, around, kind) in now.seen.items():
+        if kind in now.settled or around in settled:
+            settled.add(name)
+        elif before.seen[name].form != form if name in before.seen else around in before.opened and name[-1] != "]":
+            place = _container(name)
+            names.setdefault(kind[1] if _kind(kind[0]).is_tensor else place, place)
+    return [*names.values()]
+
+
+def _container(name: str) -> str:
+    """``a.b['c'][0]``: a.b."""
+    while name.endswith("]"):
+        name = name[: name.rindex("[")]
+    return name
+
+
+def _variables_of_modules(running: list[FrameType]) -> Iterator[HeldPart]:
+    """Of those of the user's that are imported, and of which no code runs."""
+    modules = [each for each in [*sys.modules.values()] if type(each) is ModuleType and _is_users(each)]
+    for module in modules:
+        if not any(vars(module) is frame.f_globals for frame in running):
+            yield from _variables(vars(module), vars(module), f"{module.__name__}.")
+
+
+def _variables_of(running: list[FrameType]) -> Iterator[HeldPart]:
+    """Of functions that run, and of their modules."""
+    for frame in reversed(running):
+        yield from _variables(frame.f_globals, frame.f_globals, "")
+    for frame in reversed(running):
+        code, found = frame.f_code, variables(frame) if frame.f_locals is not frame.f_globals else {}
+        own = {name: found[name] for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars) if name in found}
+        yield from _variables(own, LOOP if frame is running[0] else "", "")
+
+
+def _variables(names: dict[str, Any], holder: Any, before: str) -> Iterator[HeldPart]:
+    """Those that hold more than a value."""
+    for name, each in [*names.items()]:
+        if not (name.startswith("__") or _is_scalar(each) or type(each) is ModuleType):
+            yield HeldPart(holder, name, before + name, each)
+
+
+class _Kind(NamedTuple):
+    """Of a class, whatever a metaclass says."""
+
+    is_scalar: bool
+    base: Any
+    """The container of Python's that it is; None: it is none."""
+    is_tensor: bool
+    """One of torch's own: to ask another one's tensors may run anything."""
+    is_numpys: bool
+    is_users: bool
+
+
+_KINDS = WeakKeyDictionary[type, _Kind]()
+
+
+def _kind(kind: type) -> _Kind:
+    found = _KINDS.get(kind)
+    if found is None:
+        found = _KINDS[kind] = _kind_of(kind)
+    return found
+
+
+def _kind_of(kind: type) -> _Kind:
+    order, module = _ORDER.__get__(kind), str(_MODULE.__get__(kind))
+    return _Kind(
+        any(each in _SCALARS for each in order),
+        next((each for each in order if each in _CONTAINERS), None),
+        module in ("torch", "torch.nn.parameter") and _NAME.__get__(kind) in _OF_TENSORS,
+        module == "numpy",
+        (found := sys.modules.get(module)) is not None and _is_users(found),
+    )
+
+
+def _is_users(module: ModuleType) -> bool:
+    """Whether its text is the user's."""
+    file = vars(module).get("__file__")
+    return module.__name__ == "__main__" or (type(file) is str and script_place.is_users(file))
+
+
+def _is_scalar(value: Any) -> bool:
+    return _kind(type(value)).is_scalar
+
+
+# -- what an object holds
+
+
+def _parts(name: str, value: Any) -> Iterator[HeldPart]:
+    kind = type(value)
+    if kind is FunctionType:
+        if script_place.is_users(value.__code__.co_filename):
+            yield from _of_function(value)
+    elif kind is MethodType:
+        yield HeldPart(value, "", name.rpartition(".")[0] or name, value.__self__)
+        yield from _parts(name, value.__func__)
+    elif kind is functools.partial:
+        yield from _entries(name, value, enumerate((value.func, *value.args)))
+        yield from _entries(name, value, value.keywords.items())
+    elif type(attributes_of(value).get(MODULES)) is dict:
+        yield from _of_module(name, value)
+    elif is_class(value):
+        if _kind(value).is_users:
+            own = [(key, each) for key, each in next(iter(held_by(value))).items() if key[:2] != "__"]
+            yield from _attributes(name, value, ((key, each) for key, each in own if type(each) not in _NOT_STATE))
+    else:
+        yield from _in_container(name, value)
+        if _kind(kind).is_tensor:
+            yield from _attributes(name, value, attributes_of(value).items())
+        elif kind in _PLAIN_OBJECTS or _kind(kind).is_users:
+            yield from _attributes(name, value, _of_object(value))
+
+
+def _attributes(name: str, value: Any, own: Iterable[tuple[str, Any]]) -> Iterator[HeldPart]:
+    return (HeldPart(value, key, f"{name}.{key}", each) for key, each in [*own])
+
+
+def _entries(name: str, value: Any, own: Iterable[tuple[Any, Any]]) -> Iterator[HeldPart]:
+    return (HeldPart(value, f"[{key!r}]", f"{name}[{key!r}]", each) for key, each in [*own])
+
+
+def _of_object(value: Any) -> Iterator[tuple[str, Any]]:
+    own = attributes_of(value)
+    others = _OF_OPTIMIZERS if _OF_OPTIMIZERS[0] in own else ()
+    yield from ((key, each) for key, each in islice([*own.items()], _WIDE) if key not in others)
+    slots = [(key, each) for names in held_by(type(value)) for key, each in [*names.items()]]
+    for key, slot in slots:
+        if type(slot) is MemberDescriptorType and key != "__dict__":
+            with contextlib.suppress(AttributeError):  # nothing is in it
+                yield key, slot.__get__(value)
+
+
+def _of_function(function: FunctionType) -> Iterator[HeldPart]:
+    where = function.__qualname__.rpartition("<locals>.")[2]
+    for key, cell in cells(function):
+        if (value := contents(cell)) is not UNKNOWN:
+            yield HeldPart(cell, key, f"{key} in {where}", value)
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    yield from _entries(f"a default of {where}", function, enumerate(defaults))
+    yield from _attributes(where, function, function.__dict__.items())
+
+
+def _of_module(name: str, module: Any) -> Iterator[HeldPart]:
+    """Of its parameters and buffers only what hangs on them: what they hold is for others to see."""
+    own = attributes_of(module)
+    for tensors in (own.get(each) for each in _TENSORS):
+        for key, tensor in [*tensors.items()] if type(tensors) is dict else ():
+            if tensor is not None:
+                yield from _attributes(f"{name}.{key}", tensor, attributes_of(tensor).items())
+    yield from _attributes(name, module, parts_of(module).items())
+    for called in hooks_of(module):
+        yield from _parts(name, called.function)
+        if called.owner is not UNKNOWN:
+            yield HeldPart(called, "", _NAME.__get__(type(called.owner)), called.owner)
+    if _kind(type(module)).is_users:
+        yield from _attributes(name, module, ((key, each) for key, each in own.items() if key not in _OTHERWISE))
+
+
+def _in_container(name: str, value: Any) -> Iterator[HeldPart]:
+    """Of a sequence, what is no value: those are in its form."""
+    base = _kind(type(value)).base
+    if base is dict:
+        entries = [*islice(dict.items(value), _WIDE)]
+        yield from _entries(name, value, ((key if _is_scalar(key) else ..., each) for key, each in entries))
+    elif base is not None and base not in _SETS:
+        inner = [*enumerate(islice(base.__iter__(value), _WIDE))]
+        yield from _entries(name, value, ((at, each) for at, each in inner if not _is_scalar(each)))
+
+
+# -- what it is made of
+
+
+def _form(value: Any) -> Hashable:
+    """Two that differ have another value; of a device's tensors, another memory or version."""
+    kind = _kind(type(value))
+    if kind.is_scalar or kind.is_numpys:
+        return _value_form(value)
+    if kind.is_tensor:
+        try:
+            return _tensor_form(value)
+        except RuntimeError:  # made in inference mode, sparse, ...
+            return "tensor"
+    if kind.base is None or kind.base is dict:
+        return _NAME.__get__(type(value)), 0 if kind.base is None else dict.__len__(value)
+    length, each = kind.base.__len__(value), kind.base.__iter__(value)
+    if kind.base in _SETS:
+        inner: Iterable[Hashable] = sorted(repr(one) for one in islice(each, _WIDE) if _is_scalar(one))
+    else:
+        ends = (*islice(each, _ENDS), *islice(each, max(0, length - 2 * _ENDS), None))
+        inner = [_value_form(one) for one in ends if _is_scalar(one)]
+    return kind.base.__name__, length, *inner
+
+
+def _value_form(value: Any) -> Hashable:
+    if type(value) in (str, bytes):
+        return hash(value)
+    if type(value) in _SCALARS:
+        return repr(value)  # NaN is what it was
+    if not _kind(type(value)).is_numpys:
+        return str(_NAME.__get__(type(value)))
+    if _NAME.__get__(type(value)) != "ndarray" or value.dtype.hasobject:
+        return repr(value.dtype), repr(value.shape), repr(value) if not value.shape else ""
+    every = max(1, value.size * value.itemsize // _BYTES)
+    return value.shape, hash((value if every == 1 else value.flat[::every]).tobytes())
+
+
+def _tensor_form(tensor: Any) -> Hashable:
+    on_host, count = tensor.device.type == "cpu", tensor.numel()
+    form = (str(tensor.dtype), tuple(tensor.shape), 0 if on_host and count <= 2 * _ENDS else tensor._version)  # noqa: SLF001
+    if not on_host or tensor.untyped_storage().nbytes() < count * tensor.element_size():
+        return *form, tensor.data_ptr()
+    flat = tensor.detach().flatten()
+    return *form, repr(flat[:_ENDS].tolist()), repr(flat[-_ENDS:].tolist())

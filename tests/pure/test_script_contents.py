@@ -1,0 +1,242 @@
+"""What a script keeps by ways that its text does not show is found in what its objects hold behind two steps."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import textwrap
+from collections import UserDict, defaultdict, deque
+from dataclasses import dataclass
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from resilient_train.session.reading.scope import LOOP
+from resilient_train.session.reading.script_contents import changed, contents_of
+
+NAMES = (functools, random, UserDict, defaultdict, deque, SimpleNamespace, np)
+"""The texts below use them."""
+
+
+class Meter:
+    total = 0
+
+    def __init__(self) -> None:
+        self.sum, self.history = 0.0, list[float]()
+        self.inner: Any = None
+
+
+class Slots:
+    __slots__ = ("count", "empty")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+@dataclass(slots=True)
+class Record:
+    best: float = 1.0
+
+
+class Proxy:
+    """Says of itself what it likes, and counts who asks."""
+
+    asked = 0
+
+    def __init__(self, *hands_on: Any) -> None:
+        object.__setattr__(self, "hands_on", hands_on)
+
+    def __getattribute__(self, name: str) -> Any:
+        Proxy.asked += 1
+        raise RuntimeError(name)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.seen = 0
+        self.tracker = Meter()
+
+
+def made_hook() -> Any:
+    norms, count = {"w": 0.0}, 0
+
+    def hook(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        norms["w"] += 1.0
+
+    return hook
+
+
+def with_default(value: float, kept: list[float] = []) -> None:  # noqa: B006 - what is tested
+    kept.append(value)
+
+
+def hung(module: torch.nn.Module, hook: Any) -> torch.nn.Module:
+    module.register_forward_hook(hook)
+    return module
+
+
+def hung_on_parameter(module: torch.nn.Linear, hook: Any) -> torch.nn.Module:
+    module.weight.register_hook(hook)
+    return module
+
+
+# What a script makes, what a step does to it, and what is told.
+FOUND = {
+    "an attribute": ("x = Meter()", "x.sum += 1", ["x.sum"]),
+    "an attribute by another name": ("x = Meter()", "setattr(x, f'{chr(97)}vg', 1)", ["x.avg"]),
+    "all attributes": ("x = Meter()", "vars(x).update(sum=2)", ["x.sum"]),
+    "one of the class": ("x = Meter()", "Meter.total += 1", ["Meter.total"]),
+    "one in a slot": ("x = Slots()", "x.count += 1", ["x.count"]),
+    "one of a dataclass": ("x = Record()", "x.best = 0.5", ["x.best"]),
+    "a namespace": ("x = SimpleNamespace(n=1)", "x.n += 1", ["x.n"]),
+    "a list in a list": ("x = Meter()\nx.inner = [[], []]", "for h in x.inner: h.append(1)", ["x.inner"]),
+    "a row of a tensor": ("x = [torch.zeros(9, 9)]", "row = x[0][5]; row.fill_(1)", ["x"]),
+    "a tensor by its memory": ("x = [torch.zeros(9)]", "x[0].data.fill_(1)", ["x"]),
+    "a row of an array": ("x = [np.zeros((9, 9))]", "row = x[0][5]; row += 1", ["x"]),
+    "a number of NumPy's": ("x = Meter()\nx.sum = np.float32(0)", "x.sum += 1", ["x.sum"]),
+    "an entry": ("x = Meter()\nx.inner = defaultdict(int)", "s = x.inner; s['k'] += 1", ["x.inner"]),
+    "the value of an entry": ("x = {'k': 1}", "x['k'] += 1", ["x"]),
+    "a dict of another class": ("x = UserDict(k=1)", "x['k'] += 1", ["x.data"]),
+    "a set": ("x = [set()]", "x[0].add(1)", ["x"]),
+    "a set of as many": ("x = [{1}]", "x[0].clear(); x[0].add(2)", ["x"]),
+    "a queue that is full": ("x = [deque([1, 2], maxlen=2)]", "x[0].append(3)", ["x"]),
+    "an attribute of a parameter": (
+        "x = Net()",
+        "x.layer.weight.residual = torch.ones(2)",
+        ["x.layer.weight.residual"],
+    ),
+    "the same of several": (
+        "x = Net()",
+        "for p in x.parameters(): p.residual = torch.ones(2)",
+        ["x.layer.weight.residual"],
+    ),
+    "an attribute of a module": ("x = Net()", "x.seen += 1", ["x.seen"]),
+    "what a module holds": ("x = Net()", "x.tracker.sum += 1", ["x.tracker.sum"]),
+    "what a hook closes over": (
+        "h = made_hook()\nx = hung(torch.nn.Linear(2, 2), h)\ndel h",
+        "next(iter(x._forward_hooks.values()))()",
+        ["count in hook", "norms in hook"],
+    ),
+    "what a parameter's hook closes over": (
+        "h = made_hook()\nx = hung_on_parameter(torch.nn.Linear(2, 2), h)\ndel h",
+        "next(iter(x.weight._backward_hooks.values()))()",
+        ["count in hook", "norms in hook"],
+    ),
+    "what a function is bound to": ("x = functools.partial(print, Meter())", "x.args[0].sum += 1", ["x[1].sum"]),
+    "whose method it is": ("x = Meter().__init__", "x.__self__.sum += 1", ["x.sum"]),
+    "an attribute of a function": ("x = made_hook()", "x.calls = 1", ["hook.calls"]),
+    "a default": ("x = with_default", "x(1.0)", ["a default of with_default"]),
+    "behind a proxy": (
+        "x = Proxy(Meter())",
+        "object.__getattribute__(x, 'hands_on')[0].sum += 1",
+        ["x.hands_on[0].sum"],
+    ),
+    "NaN that is a number now": ("x = Meter()\nx.sum = float('nan')", "x.sum = 1.0", ["x.sum"]),
+    "another kind of object": ("x = Meter()\nx.inner = Slots()", "x.inner = Record()", ["x.inner", "x.inner.best"]),
+}
+NOT_FOUND = {
+    "nothing": ("x = [Meter(), Net(), torch.ones(3), np.ones(3), {1: 2}, made_hook(), Proxy()]", "pass"),
+    "NaN": ("x = Meter()\nx.sum = float('nan')\nx.inner = [torch.tensor(float('nan'))]", "x.sum = x.sum + 1"),
+    "a variable": ("x = 1\ny = Meter()", "x = 2; y = Meter()"),
+    "what a module learns": ("x = Net()", "x.layer.weight.data.add_(1)"),
+    "whether it trains": ("x = Net()", "x.eval()"),
+    "the same value anew": ("x = Meter()\nx.inner = torch.ones(3)", "x.inner = torch.ones(3)"),
+    "a library's object": ("x = random.Random(1)", "x.random()"),
+    "a large array that is as it was": ("x = [np.ones(10**6)]", "x[0] = x[0].copy()"),
+    "tensors that can't be looked at": (
+        "x = [torch.ones(2, device='meta'), torch.ones(2, 2).to_sparse(), torch.nn.LazyLinear(2), torch.ones(0)]",
+        "pass",
+    ),
+}
+
+
+class Script:
+    """A function that stands still between two steps."""
+
+    def __init__(self, begin: str, step: str) -> None:
+        text = f"def run():\n{textwrap.indent(begin, '    ')}\n    while True:\n        yield\n        {step}\n"
+        made = dict[str, Any]()
+        exec(compile(text, __file__, "exec"), globals(), made)
+        self._run = made["run"]()
+
+    def at_step(self) -> FrameType:
+        next(self._run)
+        frame: FrameType = self._run.gi_frame
+        return frame
+
+
+@pytest.mark.parametrize(("begin", "step", "told"), FOUND.values(), ids=FOUND)
+def test_what_a_step_changes_is_named(begin: str, step: str, told: list[str]) -> None:
+    script, asked = Script(begin, step), Proxy.asked
+    before = contents_of([script.at_step()], lambda _: False)
+    now = contents_of([script.at_step()], lambda _: False)
+    assert sorted(changed(before, now)) == told
+    assert Proxy.asked == asked
+    Meter.total = 0
+
+
+@pytest.mark.parametrize(("begin", "step"), NOT_FOUND.values(), ids=NOT_FOUND)
+def test_what_stays_is_not(begin: str, step: str) -> None:
+    script = Script(begin, step)
+    before = contents_of([script.at_step()], lambda _: False)
+    assert changed(before, contents_of([script.at_step()], lambda _: False)) == []
+
+
+def test_what_is_settled_is_so_for_all_of_a_kind() -> None:
+    """A text is read once for objects of one class."""
+    script = Script("x = [Meter(), Meter()]", "for each in x: each.sum += 1; each.history.append(1); each.inner = [1]")
+    first: Any = None
+
+    def left_out(part: Any) -> bool:
+        nonlocal first
+        if type(part.holder) is Meter:
+            first = first or part.holder
+            return part.holder is first and part.key in ("sum", "inner")
+        return False
+
+    before = contents_of([script.at_step()], lambda _: False)
+    assert changed(before, contents_of([script.at_step()], left_out)) == ["x[0].history", "x[1].history"]
+
+
+def test_what_gets_another_name_has_not_changed() -> None:
+    """In the first look an object was found by a variable of the loop, which the second one leaves out."""
+    script = Script("x = Net()\ny = [x]", "x = y[0]")
+    before = contents_of([script.at_step()], lambda _: False)
+    now = contents_of([script.at_step()], lambda part: part.name == "x")
+    assert "y[0].seen" in now.seen
+    assert changed(before, now) == []
+
+
+def test_variables_of_the_loop_and_of_functions_around_it_are_told_apart() -> None:
+    script = Script("x = Meter()", "pass")
+    holders = list[Any]()
+    contents_of([script.at_step(), sys._getframe()], lambda part: holders.append((part.holder, part.name)) or True)
+    assert (LOOP, "x") in holders
+    assert ("", "holders") in holders
+
+
+def test_no_value_of_the_script_lives_longer() -> None:
+    """Neither by what a look keeps, nor by the dictionary that Python makes of a frame's variables."""
+    script = Script("x = Meter()\nx.inner = Net()\nold = x.inner", "old = x.inner = None")
+    frame = script.at_step()
+    kept = contents_of([frame], lambda _: False)
+    inner = frame.f_locals["x"].inner
+    frame.f_locals.clear()
+    references = sys.getrefcount(inner)
+    script.at_step()
+    assert sys.getrefcount(inner) == references - 2
+    assert kept.seen
+
+
+def test_large_scripts_are_looked_at_in_part() -> None:
+    script = Script("x = [[Meter() for _ in range(200)] for _ in range(100)]\ny = Meter()", "y.sum += 1")
+    before = contents_of([script.at_step()], lambda _: False)
+    assert changed(before, contents_of([script.at_step()], lambda _: False)) == ["y.sum"]

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import textwrap
 import traceback
 from pathlib import Path
 
 _LENGTH_MAX = 400
+_SHORT = 200
+_IN_SOURCES = re.compile(r"\[/[^]\s]+\.(?:cc|cpp|cu|h|hpp):\d+\] ?")
+"""Where torch was built: a long way to a file that nobody has."""
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent), "<")
 
 
 def is_library(file: str) -> bool:
     """Whether the code of that file is Python's, a package's or ours: the user looks for a line of their own."""
     return file.startswith(_LIBRARIES)
+
+
+def short(text: str) -> str:
+    """What a library says of a fault, as it goes into a sentence."""
+    return textwrap.shorten(_IN_SOURCES.sub("", text), _SHORT, placeholder=" ...")
 
 
 def line_of(said: str, place: str) -> str:

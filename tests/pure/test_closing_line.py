@@ -63,3 +63,16 @@ def test_planned_faults_that_did_not_happen() -> None:
     assert missed([], [kill]).startswith("1 of 1 planned fault did not happen (kill rank=1 step=3 ")
     assert "; and 1 more): " in missed(events, more)
     assert missed(events, [kill, kill]).startswith("1 of 2 planned faults"), "each hits once"
+
+
+def test_why_they_may_not_have_happened() -> None:
+    """A clause is for one process; and where all of a body is redone, no phase of it is behind the update."""
+    (early,) = plan = parse_plan("kill rank=1 step=3")
+    assert missed([at(5, "joined", 1, incarnation=1)], plan).endswith(
+        "; rank 1 had another process by then (incarnation=N names it)"
+    )
+    assert "another process" not in missed([at(5, "joined", 0, incarnation=1)], plan)
+    assert "another process" not in missed([at(5, "joined", 1)], [early])
+    assert "; APPLIED is none where a Session has undo=True)" in missed(
+        [], parse_plan("kill rank=1 step=3 phase=APPLIED")
+    )

@@ -34,20 +34,31 @@ def missed(events: Sequence[Event], plan: Sequence[Injection]) -> str:
         for e in events
         if e.kind == "injected" and "order" not in e.detail
     ]
-    left = []
+    left = list[Injection]()
     for clause in plan:
         where = clause.rank, clause.incarnation, clause.step, clause.phase, clause.kind, clause.at
         if where in happened:
             happened.remove(where)
         else:
-            left.append(clause.describe())
+            left.append(clause)
     if not left:
         return ""
-    shown = "; ".join(left[:_SHOWN]) + (f"; and {len(left) - _SHOWN} more" if len(left) > _SHOWN else "")
-    return (
-        f"{len(left)} of {_count(len(plan), 'planned fault', 'planned faults')} did not happen ({shown}): the job did "
-        "not come to the step, or that step not to the place (in what torch.compile has compiled there is none)"
-    )
+    shown = "; ".join(each.describe() for each in left[:_SHOWN])
+    shown += f"; and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+    why = "the job did not come to the step, or that step not to the place (in what torch.compile has compiled there "
+    why += "is none"
+    if any(each.phase == "APPLIED" for each in left):
+        why += "; APPLIED is none where a Session has undo=True"
+    why += ")"
+    if replaced := sorted({each.rank for each in left if _had_ended(each, events)}):
+        ranks = "rank" if len(replaced) == 1 else "ranks"
+        why += f"; {ranks} {', '.join(map(str, replaced))} had another process by then (incarnation=N names it)"
+    return f"{len(left)} of {_count(len(plan), 'planned fault', 'planned faults')} did not happen ({shown}): {why}"
+
+
+def _had_ended(clause: Injection, events: Sequence[Event]) -> bool:
+    """Whether a later process took the place of the one that it is for."""
+    return any(each.rank == clause.rank and (each.incarnation or 0) > clause.incarnation for each in events)
 
 
 def _progress(events: Sequence[Event]) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-import textwrap
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -32,7 +31,7 @@ from resilient_train.errors import (
     TransferError,
     UsageError,
 )
-from resilient_train.exception_line import describe
+from resilient_train.exception_line import describe, short
 from resilient_train.faults import parse_plan
 from resilient_train.frameworks import set_up_recall
 from resilient_train.frameworks.roles import Engine, Objects, StateMark, WrittenEarly, WrittenInTail
@@ -82,10 +81,6 @@ _COUNTED_S = 0.5
 """How much of the time since the last look counts: whoever was stopped himself has not waited meanwhile."""
 _ENDS_WELL = on.Exit("ok")
 _LIKE_A_COLLECTIVE = ("HCCE", "LINK", "STOPPED")
-
-
-def _short(text: str) -> str:
-    return textwrap.shorten(text, 200, placeholder=" ...")
 
 
 def _failures(steps: Iterable[Callable[[], object]]) -> Iterator[BaseException]:
@@ -548,7 +543,7 @@ class Driver:
             why = "the loop is over" if self._told_end else "MS_ENABLE_TFT has no TRE:1"
             self._notices.say(f"session.anomaly() has no effect: {why}")
             return
-        self._link.channel.send(m.Late(step, _short(reason)))
+        self._link.channel.send(m.Late(step, short(reason)))
 
     # -- what the engine reports
 
@@ -723,7 +718,7 @@ class Driver:
         self._link.channel.send(m.Started(digest, groups.names(), self._replicas, self._rank.number, self._rank.total))
 
     def _send_trouble(self, effect: do.SendTrouble) -> None:
-        self._link.channel.send(m.Trouble(self._rank.generation, _short(effect.text)))
+        self._link.channel.send(m.Trouble(self._rank.generation, short(effect.text)))
 
     def _tell_tail_failed(self, _: do.TellTailFailed) -> None:
         if not self._raised:  # nobody else will
@@ -731,7 +726,7 @@ class Driver:
         self._notices.event("tail_failed", {"error": f"{type(self._error).__name__}: {self._error}"})
 
     def _send_damaged(self, effect: do.SendDamaged) -> None:
-        self._link.channel.send(m.Damaged(self._rank.generation, _short(effect.text)))
+        self._link.channel.send(m.Damaged(self._rank.generation, short(effect.text)))
 
     def _send_anomaly(self, effect: do.SendAnomaly) -> None:
         assert self._anomalies is not None
@@ -744,7 +739,7 @@ class Driver:
         self._link.channel.send(self._anomaly_frame(number, found, again=effect.again))
 
     def _anomaly_frame(self, step: int, found: FoundAnomaly, *, again: bool = False) -> m.Anomaly:
-        generation, skips, text = self._rank.generation, self._rank.skips, _short(found.text)
+        generation, skips, text = self._rank.generation, self._rank.skips, short(found.text)
         return m.Anomaly(generation, step, found.what, found.value, found.limit, again, skips, found.usual, text)
 
     def _send_joined(self, effect: do.SendJoined) -> None:
@@ -985,7 +980,7 @@ class Driver:
             ended.differs_at,
             ended.of,
             calls=ended.calls,
-            unshared=_short(ended.unshared),
+            unshared=short(ended.unshared),
         )
         if ended.differs_at < 0:
             return frame

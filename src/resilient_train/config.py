@@ -338,6 +338,11 @@ def kept_code() -> str:
     return os.environ.get(PREFIX + "KEPT_CODE", "")
 
 
+def joins_late() -> bool:
+    """Whether this process is a rank's that takes another one's place."""
+    return os.environ.get(PREFIX + "JOINING") == "1"
+
+
 def hosted_environ(address: str, port: int, secret_file: str) -> dict[str, str]:
     """The variables by which ``resilient-run`` tells a MindSpore rank where it has the controller of ``mindio_ttp``."""
     where = {"MS_TFT_IP": address, "MS_TFT_PORT": str(port)}

@@ -1,8 +1,13 @@
 """Which text of a source file a process reads: the first one's copy, or the file itself."""
 
+import importlib
+import importlib.util
 import os
+import py_compile
 import shutil
+import sys
 import time
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
@@ -25,21 +30,44 @@ def written(path: Path, text: str, *, ago_s: float = 100.0) -> str:
     return str(path)
 
 
-def read(kept: KeptCode, path: str) -> str:
+def read(kept: KeptCode, path: str, module: str = "train") -> str:
     """As an import does it."""
-    kept._imported(path)
+    kept.ask(module, path)
     return kept.text(path).decode()
 
 
+def found(kept: KeptCode, name: str, *folders: Path) -> tuple[str | None, list[str] | None] | None:
+    """The file, and the folders of a package."""
+    importlib.invalidate_caches()
+    spec = kept.find_spec(name, [*map(str, folders)])
+    if spec is None:
+        return None
+    within = spec.submodule_search_locations
+    return spec.origin, None if within is None else [*within]
+
+
 def test_a_second_module_of_the_same_file_has_the_same_text(folder: Path, tmp_path: Path) -> None:
-    """``pkg.train`` beside ``__main__``. It was taken for a reload, which has another text."""
+    """``pkg.train`` beside ``__main__``, also where it is imported late. It was taken for a reload."""
     path = written(tmp_path / "train.py", "a = 1")
-    assert read(KeptCode(folder), path) == "a = 1"
+    first = KeptCode(folder)
+    assert read(first, path, "os") == "a = 1"
     written(tmp_path / "train.py", "a = 2", ago_s=50)
     later = KeptCode(folder)
-    assert [read(later, path), read(later, path)] == ["a = 1"] * 2
-    written(tmp_path / "train.py", "a = 33", ago_s=-1)
-    assert read(later, path) == "a = 33", "a reload"
+    assert [read(later, path, "os"), read(later, path), read(first, path)] == ["a = 1"] * 3
+
+
+def test_a_text_that_is_read_anew_takes_the_place_of_the_copy(folder: Path, tmp_path: Path) -> None:
+    """A new process of another rank than the one that writes the file has what the others have."""
+    written_before, written_by_job = (str(tmp_path / each) for each in ("before.py", "job.py"))
+    written(tmp_path / "before.py", "a = 1")
+    first = KeptCode(folder)
+    written(tmp_path / "job.py", "a = 1", ago_s=-1)
+    assert [read(first, each) for each in (written_before, written_by_job)] == ["a = 1"] * 2
+    for path in (written_before, written_by_job):
+        written(Path(path), "a = 22", ago_s=-2)
+        assert read(first, path) == "a = 22"
+        os.utime(path, ns=(0, 0))
+        assert read(KeptCode(folder), path) == "a = 22"
 
 
 def test_what_was_written_since_the_first_process_began_is_kept_too(
@@ -55,18 +83,35 @@ def test_what_was_written_since_the_first_process_began_is_kept_too(
     assert "late.py was written since this process began" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("became", ["gone", "a package"])
+@pytest.mark.parametrize("became", ["gone", "a package", "a package that is older", "folders", "another folder's"])
 def test_a_module_stays_what_it_was(folder: Path, tmp_path: Path, became: str) -> None:
-    path = written(tmp_path / "helper.py", "a = 1")
-    assert KeptCode(folder).find_spec("helper", [str(tmp_path)]) is None
+    """A link that leads to another release leads to files that are older than the job."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for each in (first, second):
+        each.mkdir()
+    path = written(second / "helper.py", "a = 1")
+    assert found(KeptCode(folder), "helper", first, second) == (path, None)
     read(KeptCode(folder), path)
-    (tmp_path / "helper.py").unlink()
-    if became == "a package":
-        (tmp_path / "helper").mkdir()
-        (tmp_path / "helper" / "__init__.py").write_text("a = 2")
-    spec = KeptCode(folder).find_spec("helper", [str(tmp_path)])
-    assert spec is not None
-    assert (spec.origin, spec.submodule_search_locations) == (path, None)
+    (second / "helper.py").unlink()
+    if became == "another folder's":
+        written(first / "helper.py", "a = 2")
+    elif became != "gone":
+        (second / "helper").mkdir()
+        if became != "folders":
+            file = Path(written(second / "helper" / "__init__.py", "a = 2"))
+        if became == "a package that is older":
+            os.utime(file, ns=(0, 0))
+    assert found(KeptCode(folder), "helper", first, second) == (path, None)
+
+
+def test_a_package_stays_one(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "helper").mkdir()
+    path = written(tmp_path / "helper" / "__init__.py", "a = 1")
+    assert found(KeptCode(folder), "helper", tmp_path) == (path, [str(tmp_path / "helper")])
+    read(KeptCode(folder), path)
+    shutil.rmtree(tmp_path / "helper")
+    written(tmp_path / "helper.py", "a = 2")
+    assert found(KeptCode(folder), "helper", tmp_path) == (path, [str(tmp_path / "helper")])
 
 
 @pytest.mark.parametrize("names", [("__init__", "data"), ("data",)], ids=["package", "namespace"])
@@ -74,36 +119,96 @@ def test_a_package_that_is_gone_is_found_with_its_modules(folder: Path, tmp_path
     (tmp_path / "pkg").mkdir()
     for name in names:
         read(KeptCode(folder), written(tmp_path / "pkg" / f"{name}.py", "a = 1"))
+    assert found(KeptCode(folder), "pkg", tmp_path) is not None
+    assert found(KeptCode(folder), "pkg.data", tmp_path / "pkg") is not None
     shutil.rmtree(tmp_path / "pkg")
-    spec = KeptCode(folder).find_spec("pkg", [str(tmp_path)])
+    spec = found(KeptCode(folder), "pkg", tmp_path)
     assert spec is not None
-    assert spec.submodule_search_locations == [str(tmp_path / "pkg")]
-    module = KeptCode(folder).find_spec("pkg.data", spec.submodule_search_locations)
-    assert module is not None
-    assert module.origin == str(tmp_path / "pkg" / "data.py")
+    assert spec[1] == [str(tmp_path / "pkg")]
+    assert found(KeptCode(folder), "pkg.data", tmp_path / "pkg") == (str(tmp_path / "pkg" / "data.py"), None)
 
 
-def test_another_folder_that_comes_first_is_not_passed_by(folder: Path, tmp_path: Path) -> None:
-    """Both have a module of that name, and somebody has read the second one's."""
-    for name in ("first", "second"):
+def test_a_module_that_no_path_leads_to_is_kept_too(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of an editable installation: a finder behind Python's own maps names to files."""
+    path = written(tmp_path / "helper.py", "a = 1")
+
+    class Editable:
+        def find_spec(self, name: str, *_: object) -> object:
+            there = name == "helper" and Path(path).exists()
+            return importlib.util.spec_from_file_location(name, path) if there else None
+
+    kept = KeptCode(folder)
+    monkeypatch.setattr(sys, "meta_path", [kept, *sys.meta_path, Editable()])
+    assert found(kept, "helper", tmp_path / "none") == (path, None)
+    read(kept, path)
+    Path(path).unlink()
+    assert found(KeptCode(folder), "helper", tmp_path / "none") == (path, None)
+
+
+def test_a_loader_of_somebody_elses_is_left_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may change the text of what is imported."""
+    path = written(tmp_path / "helper.py", "a = 1")
+
+    class Loader(SourceFileLoader):
+        pass
+
+    class Finder:
+        def find_spec(self, name: str, *_: object) -> object:
+            return importlib.util.spec_from_file_location(name, path, loader=Loader(name, path))
+
+    for _ in range(2):
+        kept = KeptCode(folder)
+        monkeypatch.setattr(sys, "meta_path", [kept, Finder()])
+        assert type(kept.find_spec("helper", [str(tmp_path)]).loader) is Loader
+
+
+def test_who_imports_again_finds_what_there_is(folder: Path, tmp_path: Path) -> None:
+    path = written(tmp_path / "helper.py", "a = 1")
+    kept = KeptCode(folder)
+    assert found(kept, "helper", tmp_path) == (path, None)
+    read(kept, path, "helper")
+    (tmp_path / "helper.py").unlink()
+    (tmp_path / "helper").mkdir()
+    package = written(tmp_path / "helper" / "__init__.py", "a = 2")
+    assert found(kept, "helper", tmp_path) == (package, [str(tmp_path / "helper")])
+
+
+def test_a_late_process_that_looks_elsewhere_is_told_of(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``sys.path.insert(0, str(Path(__file__).resolve().parent))``, and the link leads to another release."""
+    for name, text in (("old", "a = 1"), ("same", "a = 1"), ("new", "a = 2")):
         (tmp_path / name).mkdir()
-        written(tmp_path / name / "utils.py", "a = 1")
-    read(KeptCode(folder), str(tmp_path / "second" / "utils.py"))
-    entries = [str(tmp_path / "first"), str(tmp_path / "second")]
-    assert KeptCode(folder).find_spec("utils", entries) is None
-    (tmp_path / "second" / "utils.py").unlink()
-    spec = KeptCode(folder).find_spec("utils", entries[1:])
-    assert spec is not None
-    assert spec.origin == str(tmp_path / "second" / "utils.py")
+        written(tmp_path / name / "helper.py", text)
+    assert found(KeptCode(folder), "helper", tmp_path / "old") is not None
+    read(KeptCode(folder), str(tmp_path / "old" / "helper.py"))
+    for late, name in ((False, "new"), (True, "same")):
+        assert found(KeptCode(folder, late=late), "helper", tmp_path / name) is not None
+    assert not capsys.readouterr().err
+    shutil.rmtree(folder / ".places")
+    assert found(KeptCode(folder), "helper", tmp_path / "old") is not None
+    assert found(KeptCode(folder, late=True), "helper", tmp_path / "new") is not None
+    assert "imports helper from" in capsys.readouterr().err
 
 
-def test_what_has_stood_there_since_the_job_began_is_found_as_usual(folder: Path, tmp_path: Path) -> None:
-    """With its own loader, as libraries have that change the text of what is imported; and a package beside a file."""
-    read(KeptCode(folder), written(tmp_path / "plain.py", "a = 1"))
-    assert KeptCode(folder).find_spec("plain", [str(tmp_path)]) is None
-    (tmp_path / "both").mkdir()
-    written(tmp_path / "both" / "__init__.py", "a = 2")
-    time.sleep(0.02)  # times of files come in ticks
-    (folder / ".resilient_train").chmod(0o600)  # as if the job began now
-    read(KeptCode(folder), written(tmp_path / "both.py", "a = 1"))
-    assert KeptCode(folder).find_spec("both", [str(tmp_path)]) is None
+def test_bytecode_of_another_text_is_not_used(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two releases whose files have one time and one size, as archives that can be made again have them."""
+    path = written(tmp_path / "helper_of_two.py", "a = 1")
+    os.utime(path, ns=(10**18, 10**18))
+    read(KeptCode(folder), path)
+    written(tmp_path / "helper_of_two.py", "a = 5")
+    os.utime(path, ns=(10**18, 10**18))
+    py_compile.compile(path)
+    kept = KeptCode(folder)
+    for name in ("get_data", "path_stats"):
+        monkeypatch.setattr(SourceFileLoader, name, getattr(SourceFileLoader, name))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kept.install()
+    module = importlib.import_module("helper_of_two")
+    del sys.modules["helper_of_two"]
+    assert module.a == 1

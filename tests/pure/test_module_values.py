@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec import msgpack
@@ -77,6 +78,30 @@ def test_what_becomes_a_tensor_or_goes_is_put_back() -> None:
     del model.gone
     model.come = 4
     assert of.held().values == values(model).held().values, "as many as before, and not the same"
+
+
+@pytest.mark.parametrize(
+    "other", [torch.tensor(2.0), [2.0], np.float64(2.0), None], ids=["tensor", "list", "NumPy's", "missing"]
+)
+def test_what_was_no_plain_value_when_somebody_looked_is_put_back(other: Any) -> None:
+    """Another attribute has come or gone in that window, in whatever module; this one is plain again behind it."""
+    model, neighbour = Annealed(), Annealed()
+    model.scale = 1.0
+    of = values(nn.Sequential(model, neighbour))
+    of.held()
+    model.scale = other
+    if other is None:
+        del model.scale
+        model.swapped = [1]
+    neighbour.calibrated = True
+    of.held()
+    if other is None:
+        del model.swapped
+    model.scale = 2.0
+    held = of.held()
+    model.scale *= 0.9
+    of.put_back(held)
+    assert model.scale == 2.0
 
 
 def test_a_new_process_takes_over_what_is_otherwise_than_as_built() -> None:

@@ -30,7 +30,14 @@ _INTS = range(-(1 << 63), 1 << 64)
 """What a message takes."""
 _OF_ANY = frozenset(vars(torch.nn.Module()))
 """Kept elsewhere (``training``), or torch's own business."""
-_MISSING = object()
+
+
+class _Missing:
+    """Nothing."""
+
+
+_MISSING = _Missing()
+_COME_OR_GONE = _HELD | {_Missing}
 
 Key = tuple[int, str]
 """A module: the number of its model, its name there."""
@@ -44,13 +51,14 @@ class ValuesOf(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Attributes(NamedTuple):
-    """Of one module: its own dictionary and what was in it, and the names of the plain ones."""
+    """Of one module: its own dictionary and what was in it, the names of the plain ones, and those of others."""
 
     module: torch.nn.Module
     own: dict[str, Any]
     size: int
     known: frozenset[str]
     names: tuple[str, ...]
+    others: tuple[str, ...]
 
 
 class HeldValues(NamedTuple):
@@ -81,6 +89,7 @@ class ModuleValues:
         self._sizes: list[int] = []
         """Of each module: its own dictionary, and how much was in it."""
         self._entries: ModuleEntries[Any] = ModuleEntries(())
+        self._others: ModuleEntries[Any] = ModuleEntries(())
         self._last = HeldValues([], [])
         self._look()
         self._built: dict[Key, _Built] = {} if before is None else before._built
@@ -92,11 +101,12 @@ class ModuleValues:
         self._dicts = [each.own for each in self._read]
         self._sizes = [each.size for each in self._read]
         self._entries = ModuleEntries(((each.own, name) for each in self._read for name in each.names), _MISSING)
+        self._others = ModuleEntries(((each.own, name) for each in self._read for name in each.others), _MISSING)
         self._last = HeldValues(self._read, self._entries.now())
 
     def held(self) -> HeldValues:
         """Nearly always the same as the last time."""
-        if [*map(len, self._dicts)] != self._sizes:
+        if [*map(len, self._dicts)] != self._sizes or self._has_other_kinds():
             self._look()
         elif not self._entries.are(self._last.values):
             values = self._entries.now()
@@ -106,9 +116,13 @@ class ModuleValues:
                 self._last = HeldValues(self._read, values)
         return self._last
 
+    def _has_other_kinds(self) -> bool:
+        """Whether one that was no plain value is one now (``self.scale = float(self.scale)``), or has gone."""
+        return not _COME_OR_GONE.isdisjoint(map(type, self._others.now()))
+
     def put_back(self, held: HeldValues) -> None:
         """What ``held`` was last, behind a body that may have been cut."""
-        for (module, own, size, known, _), values in held.each():
+        for (module, own, size, known, *_), values in held.each():
             if len(own) != size:
                 for name in _parted(module).plain.keys() - known:
                     del own[name]
@@ -191,8 +205,8 @@ class ModuleValues:
 
 
 def _attributes_of(module: torch.nn.Module) -> _Attributes:
-    own = vars(module)
-    return _Attributes(module, own, len(own), frozenset(own), tuple(_parted(module).plain))
+    own, parts = vars(module), _parted(module)
+    return _Attributes(module, own, len(own), frozenset(own), tuple(parts.plain), (*parts.others, *parts.given))
 
 
 class _Parts(NamedTuple):

@@ -2,11 +2,12 @@
 
 A process that takes a rank's place reads the script hours after the others. By then somebody may have edited it, pulled
 a newer version, or have made ``current`` point elsewhere; a file may be half written, or gone. Replicas would not even
-differ, for gradients are averaged. So who first reads a source file of the user's leaves a copy, by its own path in a
-folder of the job's, and everybody reads the copy. A job that is started again has a new folder.
+differ, for gradients are averaged. So who first finds a module of the user's notes where, and who first reads a source
+file leaves a copy, by its own path in a folder of the job's; everybody finds and reads what is there. A job that is
+started again has a new folder.
 
-A text that was written since this process began, or since it has read it (``importlib.reload``), is read from the file
-itself. The job writes such files by itself, and a new process writes them again.
+A text that was written since this process began is read from the file itself: the job writes such files by itself, and
+a new process writes them again. One that a process reads anew (``importlib.reload``) takes the copy's place.
 
 Of installed packages nothing is kept, nor of what is no Python source. Other programs that a rank starts (workers of a
 data loader by ``spawn``, too) read what is there.
@@ -20,11 +21,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import xxhash
 
 from resilient_train.observe.sinks import say_aside
 from resilient_train.script_place import is_users
@@ -33,6 +37,11 @@ _PREFIX = "code-"
 _MARK = ".resilient_train"
 """In folders that are ours to remove."""
 _SCRIPTS_FOLDER = ".folder"
+_PLACES, _BY_NAME = ".places", ".name"
+"""Links to where modules were found: by their names and the folders in which they were looked for, and by their names
+alone.
+"""
+_NAMESPACE = "namespace"
 _TRIES = 3
 
 
@@ -51,75 +60,97 @@ def begin(run_dir: Path) -> Path | None:
 
 
 class KeptCode:
-    """``folder`` is the copies'. Where no copy can be made or read, the file itself counts."""
+    """``folder`` is the copies'. Where none can be made or read, the file itself counts. ``late``: this process takes
+    another one's place.
+    """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, late: bool = False) -> None:
         self._folder = folder
+        self._late = late
         self._began_ns = time.time_ns()
         self._copies: dict[str, str] = {}
         """Those that this process reads; empty: the file itself."""
-        self._asked: dict[str, tuple[int, int]] = {}
-        """Files of which this process has asked for the time, as it does in front of each import; as they were then."""
+        self._asked: dict[tuple[str, str], tuple[int, int]] = {}
+        """Modules for which this process has asked for the time of a file, as it does in front of each import; and how
+        that looked.
+        """
+        self._imported = set[str]()
+        """Their names."""
 
     def install(self) -> None:
-        """From now on imports read the copies."""
+        """From now on imports find and read the copies."""
         get_data, path_stats = SourceFileLoader.get_data, SourceFileLoader.path_stats
 
         def get_kept_data(loader: Any, path: str) -> bytes:
             return self.text(path) if _is_source(path) else get_data(loader, path)
 
         def kept_path_stats(loader: Any, path: str) -> Any:
-            # Whether a .pyc is of that text is told by these.
-            return path_stats(loader, self._imported(path) or path if _is_source(path) else path)
+            if _is_source(path):
+                self.ask(loader.name, path)
+                if not self._is_as_kept(path):
+                    raise OSError(f"{path} is not what it was")  # a .pyc is of the other text: Python uses none then
+            return path_stats(loader, path)
 
         SourceFileLoader.get_data = get_kept_data  # type: ignore[method-assign,assignment]
         SourceFileLoader.path_stats = kept_path_stats  # type: ignore[method-assign,assignment]
         sys.meta_path.insert(sys.meta_path.index(PathFinder), self)
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, _: object = None) -> ModuleSpec | None:
-        """Of a module that has a copy, and whose file has gone since, or has a package in its place. None: it is found
-        as usual, with whatever loader is usual, also where another folder comes first by now.
+    # -- where a module is
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        """Where the first process that looked for it in these folders has found it; else as usual, by whatever finders
+        come behind this one. So it is once it was imported here: who imports again wants what there is now.
         """
-        for folder, file in self._copies_of(name, path):
-            usual = PathFinder.find_spec(name, path)
-            if usual is not None and not (
-                _is_in(usual, folder) and file not in _places_of(usual) and self._is_new(usual)
-            ):
-                return None
-            if file:
-                within = [folder] if file.endswith("/__init__.py") else None
-                loader = SourceFileLoader(name, file)
-                return spec_from_file_location(name, file, loader=loader, submodule_search_locations=within)
-            spec = ModuleSpec(name, None, is_package=True)
-            spec.submodule_search_locations = [folder]
+        usual = _usual(self, name, path, target)
+        folders = [os.path.abspath(each) for each in (sys.path if path is None else path) if isinstance(each, str)]  # noqa: PTH100
+        if target is not None or name in self._imported or not any(map(is_users, folders)):
+            return usual
+        found = _place_of(usual)
+        first = self._first_place(xxhash.xxh3_64_hexdigest("\n".join([name, *folders]).encode()), found)
+        if first and first != found and (spec := self._spec_at(name, first)):
             return spec
-        return None
+        by_name = self._first_place(f"{name}{_BY_NAME}", found)
+        if self._late and not first and found and by_name != found:
+            self._tell_if_elsewhere(name, by_name, found)
+        return usual
 
-    def _is_new(self, spec: ModuleSpec) -> bool:
-        """Whether it has come to where it is since the job began; a copied or an unpacked file has older times too."""
+    def _first_place(self, key: str, found: str) -> str:
+        """What was noted by ``key``; of nothing, ``found`` is now, and the answer is empty."""
+        note = self._folder / _PLACES / key
         try:
-            began_ns = (self._folder / _MARK).stat().st_ctime_ns
-            return any(Path(each).stat().st_ctime_ns >= began_ns for each in _places_of(spec))
+            return str(note.readlink())
         except OSError:
-            return False
+            if found and self._folder.is_dir():
+                with contextlib.suppress(OSError):  # no room, no rights; or another process was quicker
+                    note.parent.mkdir(exist_ok=True)
+                    note.symlink_to(found)
+            return ""
 
-    def _copies_of(self, name: str, path: Iterable[Any] | None) -> Iterator[tuple[str, str]]:
-        """Where copies are: the folder that a package of that name is or would be, and the file; empty: a package
-        without an ``__init__.py``.
-        """
-        own = name.rpartition(".")[2]
-        for entry in sys.path if path is None else path:
-            if not isinstance(entry, str):  # Python passes by it as well
-                continue
-            folder = os.path.join(os.path.abspath(entry), own)  # noqa: PTH100, PTH118 - as in _copy_of
-            if not is_users(folder):
-                continue
-            yield from ((folder, file) for file in (f"{folder}/__init__.py", f"{folder}.py") if self._has(file))
-            if Path(f"{self._folder}{folder}").is_dir():
-                yield folder, ""
+    def _spec_at(self, name: str, place: str) -> ModuleSpec | None:
+        """None: it has no copy, and is gone."""
+        if place.startswith(_NAMESPACE):
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = place.splitlines()[1:]
+            return spec
+        if not (Path(f"{self._folder}{place}").is_file() or Path(place).is_file()):
+            return None
+        within = [os.path.dirname(place)] if place.endswith("/__init__.py") else None  # noqa: PTH120
+        return spec_from_file_location(
+            name, place, loader=SourceFileLoader(name, place), submodule_search_locations=within
+        )
 
-    def _has(self, file: str) -> bool:
-        return Path(f"{self._folder}{file}").is_file()
+    def _tell_if_elsewhere(self, name: str, first: str, now: str) -> None:
+        """The folders in which it is looked for are others: a link was followed by the script itself."""
+        with contextlib.suppress(OSError):
+            if first.startswith(_NAMESPACE) or Path(f"{self._folder}{first}").read_bytes() == Path(now).read_bytes():
+                return
+            say_aside(
+                f"this process, which takes another one's place, imports {name} from {now}, and the job's first "
+                f"process imported it from {first}, which is another text: the bits may not be those of the "
+                "undisturbed run (docs/how-to/schedulers.md, New code)"
+            )
+
+    # -- what is in a file
 
     def text(self, path: str) -> bytes:
         """Of the source file. Raises OSError if there is neither a copy nor the file."""
@@ -143,17 +174,31 @@ class KeptCode:
         except OSError:
             return now
 
-    def _imported(self, path: str) -> str:
-        """Once more: for another module of the same file, or anew, since the file has changed."""
-        now = _looks_of(path)
-        if self._asked.setdefault(path, now) != now and self._copies.get(path):
+    def ask(self, module: str, path: str) -> None:
+        """It is about to be imported. Once more, and the file has changed: what it is now is kept, for all."""
+        now, once = _looks_of(path), self._asked
+        self._imported.add(module)
+        key = module if module in sys.modules else "__main__", path  # `-m`: it may be imported by its name as well
+        if once.setdefault(key, now) == now:
+            return
+        once[key] = now
+        linecache.cache.pop(path, None)
+        try:
+            text, stats = _read(path)
+            _leave(text, self._place_of_copy(path), stats, instead=True)
+        except OSError:
             self._copies[path] = ""
-            linecache.cache.pop(path, None)
-        return self._copy_of(path)
+
+    def _is_as_kept(self, path: str) -> bool:
+        copy = self._copy_of(path)
+        return not copy or (_is_as_it_was(path, copy) and Path(path).read_bytes() == Path(copy).read_bytes())
+
+    def _place_of_copy(self, path: str) -> str:
+        return f"{self._folder}{os.path.abspath(path)}"  # noqa: PTH100 - links are not followed
 
     def _copy_of(self, path: str) -> str:
         if path not in self._copies:
-            copy = f"{self._folder}{os.path.abspath(path)}"  # noqa: PTH100 - links are not followed
+            copy = self._place_of_copy(path)
             try:
                 self._copies[path] = copy if self._make(path, copy) else ""
             except OSError:  # no room, no rights, too long a name, the run directory is gone
@@ -190,13 +235,30 @@ class KeptCode:
             )
 
 
-def _is_in(spec: ModuleSpec, folder: str) -> bool:
-    """Whether it is of that package, or of a module that stands in its place."""
-    return any(f"{each}/".startswith((f"{folder}/", f"{folder}.")) for each in _places_of(spec))
+def _usual(this: KeptCode, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+    """By the finders behind this one."""
+    behind = sys.meta_path[sys.meta_path.index(this) + 1 :] if this in sys.meta_path else [PathFinder]
+    for finder in behind:
+        find = getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = find(name, path, target) if find is not None else None
+        if spec is not None:
+            return spec
+    return None
 
 
-def _places_of(spec: ModuleSpec) -> list[str]:
-    return [*map(os.path.abspath, [spec.origin] if spec.origin else spec.submodule_search_locations or ())]
+def _place_of(spec: ModuleSpec | None) -> str:
+    """Of a module of the user's in a source file, that file; of a package without an ``__init__.py`` its folders; of
+    any other nothing. A loader of a library's may change the text, so Python's alone counts.
+    """
+    if spec is None:
+        return ""
+    if type(spec.loader) is SourceFileLoader:
+        origin = os.path.abspath(spec.origin or "")  # noqa: PTH100 - links are not followed
+        return origin if _is_source(origin) else ""
+    folders = [os.path.abspath(each) for each in spec.submodule_search_locations or ()]  # noqa: PTH100
+    if spec.origin is None and folders and all(map(is_users, folders)):
+        return "\n".join([_NAMESPACE, *folders])
+    return ""
 
 
 def _is_source(path: str) -> bool:
@@ -213,17 +275,20 @@ def _read(path: str) -> tuple[bytes, os.stat_result]:
     return text, stats
 
 
-def _leave(text: bytes, copy: str, stats: os.stat_result | None = None) -> None:
-    """Whoever comes first: a link is made only where there is nothing yet, and whole."""
+def _leave(text: bytes, copy: str, stats: os.stat_result | None = None, *, instead: bool = False) -> None:
+    """Whoever comes first: a link is made only where there is nothing yet, and whole. ``instead``: of what is there."""
     made = f"{copy}.{os.getpid()}"
     Path(made).write_bytes(text)
     try:
         if stats is not None:
             os.utime(made, ns=(stats.st_mtime_ns, stats.st_mtime_ns))
+        if instead:
+            Path(made).replace(copy)
+            return
         with contextlib.suppress(FileExistsError):
             os.link(made, copy)
     finally:
-        Path(made).unlink()
+        Path(made).unlink(missing_ok=True)
 
 
 def _looks_of(path: str) -> tuple[int, int]:

@@ -187,11 +187,13 @@ def test_a_late_process_that_looks_elsewhere_is_told_of(
     assert found(KeptCode(folder), "helper", tmp_path / "old") is not None
     read(KeptCode(folder), str(tmp_path / "old" / "helper.py"))
     for late, name in ((False, "new"), (True, "same")):
-        assert found(KeptCode(folder, late=late), "helper", tmp_path / name) is not None
+        assert (
+            found(KeptCode(folder, (lambda: True) if late else (lambda: False)), "helper", tmp_path / name) is not None
+        )
     assert not capsys.readouterr().err
     shutil.rmtree(folder / ".places")
     assert found(KeptCode(folder), "helper", tmp_path / "old") is not None
-    assert found(KeptCode(folder, late=True), "helper", tmp_path / "new") is not None
+    assert found(KeptCode(folder, lambda: True), "helper", tmp_path / "new") is not None
     assert "imports helper from" in capsys.readouterr().err
 
 

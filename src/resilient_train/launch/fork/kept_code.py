@@ -21,7 +21,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -60,11 +60,11 @@ def begin(run_dir: Path) -> Path | None:
 
 
 class KeptCode:
-    """``folder`` is the copies'. Where none can be made or read, the file itself counts. ``late``: this process takes
-    another one's place.
+    """``folder`` is the copies'. Where none can be made or read, the file itself counts. ``late``: whether this
+    process takes another one's place; one that waits in the script is not to be asked without need.
     """
 
-    def __init__(self, folder: Path, *, late: bool = False) -> None:
+    def __init__(self, folder: Path, late: Callable[[], bool] = lambda: False) -> None:
         self._folder = folder
         self._late = late
         self._began_ns = time.time_ns()
@@ -110,7 +110,7 @@ class KeptCode:
         if first and first != found and (spec := self._spec_at(name, first)):
             return spec
         by_name = self._first_place(f"{name}{_BY_NAME}", found)
-        if self._late and not first and found and by_name != found:
+        if by_name and not first and found and by_name != found:
             self._tell_if_elsewhere(name, by_name, found)
         return usual
 
@@ -143,6 +143,8 @@ class KeptCode:
         """The folders in which it is looked for are others: a link was followed by the script itself."""
         with contextlib.suppress(OSError):
             if first.startswith(_NAMESPACE) or Path(f"{self._folder}{first}").read_bytes() == Path(now).read_bytes():
+                return
+            if not self._late():
                 return
             say_aside(
                 f"this process, which takes another one's place, imports {name} from {now}, and the job's first "

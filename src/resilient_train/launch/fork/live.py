@@ -54,7 +54,7 @@ def live(command: Sequence[str], target: Script) -> None:
     main.__dict__.update(__annotations__={}, __builtins__=builtins)
     sys.modules["__main__"] = main
     sys.orig_argv[:] = command
-    kept = KeptCode(Path(config.kept_code()), late=config.joins_late()) if config.kept_code() else None
+    kept = KeptCode(Path(config.kept_code()), config.joins_late) if config.kept_code() else None
     folder = target.folder()
     if kept is not None:
         kept.install()

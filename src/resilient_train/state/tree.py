@@ -49,6 +49,7 @@ class TensorKind(NamedTuple):
 
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
+_AS_IT_IS = frozenset((type(None), bool, float, bytes))
 _SURROGATES = frozenset(map(chr, range(0xD800, 0xE000)))
 """In names of files that are not UTF-8 (PEP 383), which msgpack does not take."""
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -59,6 +60,11 @@ def flatten(tree: Any, kind: TensorKind) -> tuple[bytes, dict[Path, Any]]:
     tensors: dict[Path, Any] = {}
 
     def encode(value: Any, path: Path) -> Any:
+        known = type(value)
+        if known in _AS_IT_IS or (known is str and value.isascii()):
+            return value
+        if known is dict:  # nearly all nodes, of thousands: others are looked at below
+            return {"D": [[encode(key, path), encode(item, (*path, key))] for key, item in value.items()]}
         if kind.is_tensor(value):
             dtype, shape, divided, strides = kind.describe(value)
             tensors[path] = value
@@ -92,7 +98,7 @@ def flatten(tree: Any, kind: TensorKind) -> tuple[bytes, dict[Path, Any]]:
 
 def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """All that is neither a mapping nor a sequence, with where it is."""
-    if isinstance(value, Mapping):
+    if type(value) is dict or isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves_of(item, (*path, key))
     elif isinstance(value, (list, tuple)):

@@ -15,6 +15,9 @@ from resilient_train.state.tree import Path, Slot, TensorKind, are_kept, flatten
 PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 """Types of values that nobody can change."""
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_NAMES = {value: name for name, value in _DTYPES.items()}
+_OWN = (torch.Tensor, torch.nn.Parameter)
+"""Nearly all are of one of these classes: so it is soon told that they are nothing else."""
 
 
 def _constant(name: str) -> Any:
@@ -40,7 +43,7 @@ BITS = TENSORS._replace(describe=lambda tensor: (*_told(tensor), ()))
 
 
 def _told(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bool]:
-    return str(tensor.dtype), tuple(tensor.shape), is_sharded(tensor)
+    return _NAMES[tensor.dtype], tuple(tensor.shape), is_sharded(tensor)
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -68,7 +71,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[Any]:
     """Whether it is a DTensor: of its elements this rank holds a part, or a copy, in another tensor."""
-    return hasattr(tensor, "__create_chunk_list__")
+    return type(tensor) not in _OWN and hasattr(tensor, "__create_chunk_list__")
 
 
 def gradients_of(models: Iterable[torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
@@ -106,6 +109,8 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
     Of a DTensor: what this rank holds of it.
     """
+    if type(tensor) in _OWN and tensor.is_cpu and is_plainly_dense(tensor):
+        return tensor.detach()
     return local(tensor).to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
@@ -114,7 +119,7 @@ def span_of(tensor: torch.Tensor) -> Span:
     and digests of it would be of nothing.
     """
     assert is_plainly_dense(tensor)
-    address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    address, size = tensor.data_ptr(), tensor.nbytes
     if size and not address:
         raise StateError(
             f"a {type(tensor).__qualname__} of shape {tuple(tensor.shape)} has no memory of its own to copy or to "

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import functools
+import itertools
 import random
 import sys
 import textwrap
+import threading
+import weakref
 from collections import UserDict, defaultdict, deque
 from dataclasses import dataclass
 from types import FrameType, SimpleNamespace
@@ -18,7 +22,7 @@ import torch
 from resilient_train.session.reading.scope import LOOP
 from resilient_train.session.reading.script_contents import changed, contents_of
 
-NAMES = (functools, random, UserDict, defaultdict, deque, SimpleNamespace, np)
+NAMES = (array, functools, itertools, random, threading, weakref, UserDict, defaultdict, deque, SimpleNamespace, np)
 """The texts below use them."""
 
 
@@ -53,6 +57,13 @@ class Proxy:
     def __getattribute__(self, name: str) -> Any:
         Proxy.asked += 1
         raise RuntimeError(name)
+
+
+class Name(str):
+    def __repr__(self) -> str:
+        raise RuntimeError("a repr of the user's")
+
+    __slots__ = ()
 
 
 class Net(torch.nn.Module):
@@ -139,6 +150,16 @@ FOUND = {
         "object.__getattribute__(x, 'hands_on')[0].sum += 1",
         ["x.hands_on[0].sum"],
     ),
+    "a random number generator": ("x = [random.Random(1)]", "for r in x: r.random()", ["x"]),
+    "one of NumPy's": ("x = [np.random.default_rng(1)]", "for r in x: r.random()", ["x"]),
+    "an old one of NumPy's": ("x = [np.random.RandomState(1)]", "for r in x: r.rand()", ["x"]),
+    "one of torch's": ("x = [torch.Generator()]", "for r in x: torch.rand(1, generator=r)", ["x"]),
+    "an iterator": ("x = [iter([1, 2, 3])]", "for r in x: next(r)", ["x"]),
+    "a counter": ("x = [itertools.count()]", "for r in x: next(r)", ["x"]),
+    "a flag": ("x = [threading.Event()]", "for e in x: e.set()", ["x[0]._flag"]),
+    "a mark in memory": ("x = [bytearray(3), array.array('d', [0.0])]", "for a in x: a[0] = 1", ["x"]),
+    "of weak keys": ("k = Meter()\nx = weakref.WeakKeyDictionary({k: 0})", "x[k] += 1", ["x.data"]),
+    "the end of a long list": ("x = [[0] * 10**5, deque([0] * 10**5)]", "x[0][-1] = x[1][-1] = 1", ["x"]),
     "NaN that is a number now": ("x = Meter()\nx.sum = float('nan')", "x.sum = 1.0", ["x.sum"]),
     "another kind of object": ("x = Meter()\nx.inner = Slots()", "x.inner = Record()", ["x.inner", "x.inner.best"]),
 }
@@ -149,7 +170,13 @@ NOT_FOUND = {
     "what a module learns": ("x = Net()", "x.layer.weight.data.add_(1)"),
     "whether it trains": ("x = Net()", "x.eval()"),
     "the same value anew": ("x = Meter()\nx.inner = torch.ones(3)", "x.inner = torch.ones(3)"),
-    "a library's object": ("x = random.Random(1)", "x.random()"),
+    "a library's object": ("x = textwrap.TextWrapper()", "x.width += 1"),
+    "what can't be looked at": (
+        "x = [np.square, np.dtype('f4'), 10**5000, {10**5000: 1}, np.array([None]), np.poly1d([1])]",
+        "pass",
+    ),
+    "many": ("x = [[0] * 10**6, deque([0] * 10**5), {*range(10**5)}, {k: 0 for k in range(10**5)}]", "x[0][500] = 1"),
+    "a name that says what it likes": ("x = {Name('a'): Meter()}", "pass"),
     "a large array that is as it was": ("x = [np.ones(10**6)]", "x[0] = x[0].copy()"),
     "tensors that can't be looked at": (
         "x = [torch.ones(2, device='meta'), torch.ones(2, 2).to_sparse(), torch.nn.LazyLinear(2), torch.ones(0)]",

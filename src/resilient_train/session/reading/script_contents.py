@@ -13,13 +13,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
+import operator
+import random
 import sys
+from array import array
 from collections import UserDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import islice
+from threading import Event
 from types import FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import numpy as np
 
 from resilient_train import script_place
 from resilient_train.session.reading.scope import LOOP
@@ -38,14 +45,14 @@ from resilient_train.session.reading.static_lookup import (
     variables,
 )
 
-_OBJECTS, _OF_MODULES, _OF_ROOT = 10_000, 2_000, 4_000
-"""So many are looked at; of modules that don't run, and of one variable: 20 us each, once or twice in a process."""
-_WIDE, _ENDS = 256, 32
+_VALUES, _OF_MODULES, _OF_ROOT = 20_000, 4_000, 8_000
+"""So many are looked at; of modules that don't run, and of one variable: 10 us each, once or twice in a process."""
+_WIDE, _ENDS, _NAME_MAX = 256, 32, 80
 _BYTES = 1 << 20
-_SCALARS = (int, float, complex, str, bytes, type(None))
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _SETS = (set, frozenset)
 _CONTAINERS = (dict, *_SETS, list, tuple, deque)
-_PLAIN_OBJECTS = (SimpleNamespace, argparse.Namespace, UserDict)
+_PLAIN_OBJECTS = (SimpleNamespace, argparse.Namespace, UserDict, WeakKeyDictionary, WeakValueDictionary, Event)
 _TENSORS = ("_parameters", "_buffers")
 _OTHERWISE = (*_TENSORS, MODULES, "training")
 """Of a torch module, what is looked at otherwise, or by others."""
@@ -94,7 +101,7 @@ def contents_of(frames: Iterable[FrameType], left_out: Callable[[HeldPart], bool
     for root in _variables_of_modules(running):
         walk.follow(root, _OF_MODULES)
     for root in _variables_of(running):
-        walk.follow(root, _OBJECTS)
+        walk.follow(root, _VALUES)
     return ScriptContents(walk.found, frozenset(walk.opened), frozenset(walk.settled))
 
 
@@ -109,10 +116,10 @@ class _Walk:
         """What was kept can't be freed, so that no other object gets its id."""
 
     def follow(self, root: HeldPart, limit: int) -> None:
-        """What can be reached from there, until ``limit`` objects have been seen in all."""
+        """What can be reached from there, until ``limit`` values have been seen in all."""
         todo = deque([(root.name, root.value)] if not self._left_out(root) else ())
-        limit = min(limit, len(self._kept) + _OF_ROOT)
-        while todo and len(self._kept) < limit:
+        limit = min(limit, len(self.found) + _OF_ROOT)
+        while todo and len(self.found) < limit:
             name, each = todo.popleft()
             if id(each) in self._ids:
                 continue
@@ -182,7 +189,9 @@ class _Kind(NamedTuple):
     """The container of Python's that it is; None: it is none."""
     is_tensor: bool
     """One of torch's own: to ask another one's tensors may run anything."""
-    is_numpys: bool
+    is_numpys_scalar: bool
+    is_generator: bool
+    """Of random numbers: torch's."""
     is_users: bool
 
 
@@ -202,7 +211,8 @@ def _kind_of(kind: type) -> _Kind:
         any(each in _SCALARS for each in order),
         next((each for each in order if each in _CONTAINERS), None),
         module in ("torch", "torch.nn.parameter") and _NAME.__get__(kind) in _OF_TENSORS,
-        module == "numpy",
+        np.generic in order,
+        module == "torch._C" and _NAME.__get__(kind) == "Generator",
         (found := sys.modules.get(module)) is not None and _is_users(found),
     )
 
@@ -295,10 +305,14 @@ def _in_container(name: str, value: Any) -> Iterator[HeldPart]:
     base = _kind(type(value)).base
     if base is dict:
         entries = [*islice(dict.items(value), _WIDE)]
-        yield from _entries(name, value, ((key if _is_scalar(key) else ..., each) for key, each in entries))
+        yield from _entries(name, value, ((key if _can_be_named(key) else ..., each) for key, each in entries))
     elif base is not None and base not in _SETS:
         inner = [*enumerate(islice(base.__iter__(value), _WIDE))]
         yield from _entries(name, value, ((at, each) for at, each in inner if not _is_scalar(each)))
+
+
+def _can_be_named(key: Any) -> bool:
+    return (type(key) in (int, bool) and abs(key) < 1 << 64) or (type(key) in (str, bytes) and len(key) < _NAME_MAX)
 
 
 # -- what it is made of
@@ -307,35 +321,54 @@ def _in_container(name: str, value: Any) -> Iterator[HeldPart]:
 def _form(value: Any) -> Hashable:
     """Two that differ have another value; of a device's tensors, another memory or version."""
     kind = _kind(type(value))
-    if kind.is_scalar or kind.is_numpys:
-        return _value_form(value)
     if kind.is_tensor:
         try:
             return _tensor_form(value)
         except RuntimeError:  # made in inference mode, sparse, ...
             return "tensor"
-    if kind.base is None or kind.base is dict:
-        return _NAME.__get__(type(value)), 0 if kind.base is None else dict.__len__(value)
+    if kind.is_scalar or kind.base is None:
+        return _value_form(value)
     length, each = kind.base.__len__(value), kind.base.__iter__(value)
+    if kind.base is dict:
+        return "dict", length
     if kind.base in _SETS:
-        inner: Iterable[Hashable] = sorted(repr(one) for one in islice(each, _WIDE) if _is_scalar(one))
+        return "set", length, *sorted(repr(one) for one in islice(each, _WIDE) if type(one) in _SCALARS)
+    if kind.base is deque:
+        last: Iterable[Any] = islice(deque.__reversed__(value), _ENDS)
     else:
-        ends = (*islice(each, _ENDS), *islice(each, max(0, length - 2 * _ENDS), None))
-        inner = [_value_form(one) for one in ends if _is_scalar(one)]
-    return kind.base.__name__, length, *inner
+        last = kind.base.__getitem__(value, slice(-_ENDS, None))
+    ends = (*islice(each, _ENDS), *last)
+    return kind.base.__name__, length, *(_value_form(one) for one in ends if _is_scalar(one))
 
 
 def _value_form(value: Any) -> Hashable:
-    if type(value) in (str, bytes):
-        return hash(value)
-    if type(value) in _SCALARS:
+    """Of classes of Python's, NumPy's and torch's own; of others their names."""
+    kind = type(value)
+    if kind in (float, complex):
         return repr(value)  # NaN is what it was
-    if not _kind(type(value)).is_numpys:
-        return str(_NAME.__get__(type(value)))
-    if _NAME.__get__(type(value)) != "ndarray" or value.dtype.hasobject:
-        return repr(value.dtype), repr(value.shape), repr(value) if not value.shape else ""
-    every = max(1, value.size * value.itemsize // _BYTES)
-    return value.shape, hash((value if every == 1 else value.flat[::every]).tobytes())
+    if kind in (str, bytes, bytearray, array):
+        return kind.__name__, hash(bytes(value) if kind in (bytearray, array) else value)
+    if kind in _SCALARS:
+        return (value,)
+    if kind is np.ndarray and not value.dtype.hasobject:
+        every = max(1, value.nbytes // _BYTES)
+        return value.shape, hash((value if every == 1 else value.flat[::every]).tobytes())
+    if _kind(kind).is_numpys_scalar:
+        return repr(value)
+    if _kind(kind).is_generator:
+        return hash(tuple(value.get_state().tolist()))
+    asked = _MOVES.get(kind)
+    return str(_NAME.__get__(kind)), "" if asked is None else asked(value)
+
+
+_MOVES: dict[type, Callable[[Any], Hashable]] = {
+    random.Random: lambda each: hash(each.getstate()),
+    np.random.Generator: lambda each: repr(each.bit_generator.state),
+    np.random.RandomState: lambda each: repr(each.get_state()),
+    **dict.fromkeys(map(type, (iter([]), iter(()), iter(range(0)), iter({}))), operator.length_hint),
+    itertools.count: repr,
+}
+"""What moves when it is used, and can say where it is."""
 
 
 def _tensor_form(tensor: Any) -> Hashable:

@@ -22,6 +22,7 @@ from resilient_train import script_place
 from resilient_train.session.given_again import GivenAgain
 from resilient_train.session.kept_calls import BodyCall
 from resilient_train.session.reading.flow import Flow
+from resilient_train.session.reading.frame_variables import variables
 from resilient_train.session.reading.known_objects import KnownObjects, Registration, Settled
 from resilient_train.session.reading.names import Loop, loops_at, names_behind
 from resilient_train.session.reading.scope import Key, Scope
@@ -31,7 +32,6 @@ from resilient_train.session.reading.static_lookup import (
     functions_of,
     held,
     hooks_of,
-    variables,
 )
 
 _TOLD = 20

@@ -20,6 +20,7 @@ import sys
 from array import array
 from collections import UserDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from inspect import CO_OPTIMIZED
 from itertools import islice
 from threading import Event
 from types import FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
@@ -29,6 +30,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import numpy as np
 
 from resilient_train import script_place
+from resilient_train.session.reading.frame_variables import variables
 from resilient_train.session.reading.scope import LOOP
 from resilient_train.session.reading.static_lookup import (
     FUNCTIONS,
@@ -42,7 +44,6 @@ from resilient_train.session.reading.static_lookup import (
     hooks_of,
     is_class,
     parts_of,
-    variables,
 )
 
 _VALUES, _OF_MODULES, _OF_ROOT = 20_000, 4_000, 8_000
@@ -169,7 +170,7 @@ def _variables_of(running: list[FrameType]) -> Iterator[HeldPart]:
     for frame in reversed(running):
         yield from _variables(frame.f_globals, frame.f_globals, "")
     for frame in reversed(running):
-        code, found = frame.f_code, variables(frame) if frame.f_locals is not frame.f_globals else {}
+        code, found = frame.f_code, variables(frame) if frame.f_code.co_flags & CO_OPTIMIZED else {}
         own = {name: found[name] for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars) if name in found}
         yield from _variables(own, LOOP if frame is running[0] else "", "")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import io
 import linecache
 import warnings
@@ -17,7 +16,6 @@ from itertools import islice
 from types import (
     CellType,
     CodeType,
-    FrameType,
     FunctionType,
     GetSetDescriptorType,
     MemberDescriptorType,
@@ -64,15 +62,6 @@ class CalledFunction(NamedTuple):
 
     function: Any  # a FunctionType, which mypy would take for a method of this class
     owner: Any = UNKNOWN
-
-
-def variables(frame: FrameType) -> dict[str, Any]:
-    """A copy: the dictionary that Python makes of a function's, and keeps until it returns, holds on to all of it."""
-    found = frame.f_locals
-    copy = {**frame.f_globals, **found}
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        found.clear()
-    return copy
 
 
 def moves_when_used(value: Any) -> bool:

@@ -27,7 +27,9 @@ def given_back() -> Any:
 
 
 def copied() -> Any:
-    return {**locals()}, locals().copy(), dict(locals()), dict.fromkeys(locals(), 1)
+    for each in locals():
+        print(each)
+    return {**locals()}, locals().copy(), dict(locals())
 
 
 def unpacked() -> None:

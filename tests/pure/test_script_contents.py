@@ -116,6 +116,7 @@ FOUND = {
     "an entry": ("x = Meter()\nx.inner = defaultdict(int)", "s = x.inner; s['k'] += 1", ["x.inner"]),
     "the value of an entry": ("x = {'k': 1}", "x['k'] += 1", ["x"]),
     "a dict of another class": ("x = UserDict(k=1)", "x['k'] += 1", ["x.data"]),
+    "an entry by an odd name": ("x = {'a[0].b': [0], (1, 2): [0]}", "x['a[0].b'].append(1)", ["x"]),
     "a set": ("x = [set()]", "x[0].add(1)", ["x"]),
     "a set of as many": ("x = [{1}]", "x[0].clear(); x[0].add(2)", ["x"]),
     "a queue that is full": ("x = [deque([1, 2], maxlen=2)]", "x[0].append(3)", ["x"]),
@@ -144,7 +145,7 @@ FOUND = {
     "what a function is bound to": ("x = functools.partial(print, Meter())", "x.args[0].sum += 1", ["x[1].sum"]),
     "whose method it is": ("x = Meter().__init__", "x.__self__.sum += 1", ["x.sum"]),
     "an attribute of a function": ("x = made_hook()", "x.calls = 1", ["hook.calls"]),
-    "a default": ("x = with_default", "x(1.0)", ["a default of with_default"]),
+    "a default": ("x = with_default", "x(1.0)", ["default 0 of with_default"]),
     "behind a proxy": (
         "x = Proxy(Meter())",
         "object.__getattribute__(x, 'hands_on')[0].sum += 1",

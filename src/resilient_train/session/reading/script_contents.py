@@ -144,16 +144,16 @@ def changed(before: ScriptContents, now: ScriptContents) -> list[str]:
     for name, (form, around, kind) in now.seen.items():
         if kind in now.settled or around in settled:
             settled.add(name)
-        elif before.seen[name].form != form if name in before.seen else around in before.opened and name[-1] != "]":
-            place = _container(name)
+        elif before.seen[name].form != form if name in before.seen else around in before.opened and kind[1][:1] != "[":
+            place = _container(name, now)
             names.setdefault(kind[1] if _kind(kind[0]).is_tensor else place, place)
     return [*names.values()]
 
 
-def _container(name: str) -> str:
+def _container(name: str, now: ScriptContents) -> str:
     """``a.b['c'][0]``: a.b."""
-    while name.endswith("]"):
-        name = name[: name.rindex("[")]
+    while now.seen[name].kind[1].startswith("["):
+        name = now.seen[name].around
     return name
 
 
@@ -281,7 +281,7 @@ def _of_function(function: FunctionType) -> Iterator[HeldPart]:
         if (value := contents(cell)) is not UNKNOWN:
             yield HeldPart(cell, key, f"{key} in {where}", value)
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    yield from _entries(f"a default of {where}", function, enumerate(defaults))
+    yield from (HeldPart(function, "", f"default {at} of {where}", each) for at, each in enumerate(defaults))
     yield from _attributes(where, function, function.__dict__.items())
 
 
@@ -378,4 +378,4 @@ def _tensor_form(tensor: Any) -> Hashable:
     if not on_host or tensor.untyped_storage().nbytes() < count * tensor.element_size():
         return *form, tensor.data_ptr()
     flat = tensor.detach().flatten()
-    return *form, repr(flat[:_ENDS].tolist()), repr(flat[-_ENDS:].tolist())
+    return *form, hash((repr(flat[:_ENDS].tolist()), repr(flat[-_ENDS:].tolist())))  # kept for the whole job

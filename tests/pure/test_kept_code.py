@@ -30,6 +30,20 @@ def written(path: Path, text: str, *, ago_s: float = 100.0) -> str:
     return str(path)
 
 
+def late(folder: Path) -> KeptCode:
+    """Of a process that takes another one's place."""
+    return KeptCode(folder, lambda: True)
+
+
+def imported(kept: KeptCode, name: str, *folders: Path) -> str | None:
+    """Found and read: the file."""
+    where = found(kept, name, *folders)
+    if where is None or where[0] is None:
+        return None
+    read(kept, where[0], name)
+    return where[0]
+
+
 def read(kept: KeptCode, path: str, module: str = "train") -> str:
     """As an import does it."""
     kept.ask(module, path)
@@ -90,8 +104,7 @@ def test_a_module_stays_what_it_was(folder: Path, tmp_path: Path, became: str) -
     for each in (first, second):
         each.mkdir()
     path = written(second / "helper.py", "a = 1")
-    assert found(KeptCode(folder), "helper", first, second) == (path, None)
-    read(KeptCode(folder), path)
+    assert imported(KeptCode(folder), "helper", first, second) == path
     (second / "helper.py").unlink()
     if became == "another folder's":
         written(first / "helper.py", "a = 2")
@@ -101,31 +114,69 @@ def test_a_module_stays_what_it_was(folder: Path, tmp_path: Path, became: str) -
             file = Path(written(second / "helper" / "__init__.py", "a = 2"))
         if became == "a package that is older":
             os.utime(file, ns=(0, 0))
-    assert found(KeptCode(folder), "helper", first, second) == (path, None)
+    assert found(late(folder), "helper", first, second) == (path, None)
 
 
 def test_a_package_stays_one(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "helper").mkdir()
     path = written(tmp_path / "helper" / "__init__.py", "a = 1")
-    assert found(KeptCode(folder), "helper", tmp_path) == (path, [str(tmp_path / "helper")])
-    read(KeptCode(folder), path)
+    assert imported(KeptCode(folder), "helper", tmp_path) == path
     shutil.rmtree(tmp_path / "helper")
     written(tmp_path / "helper.py", "a = 2")
-    assert found(KeptCode(folder), "helper", tmp_path) == (path, [str(tmp_path / "helper")])
+    assert found(late(folder), "helper", tmp_path) == (path, [str(tmp_path / "helper")])
 
 
 @pytest.mark.parametrize("names", [("__init__", "data"), ("data",)], ids=["package", "namespace"])
 def test_a_package_that_is_gone_is_found_with_its_modules(folder: Path, tmp_path: Path, names: tuple[str, ...]) -> None:
     (tmp_path / "pkg").mkdir()
     for name in names:
-        read(KeptCode(folder), written(tmp_path / "pkg" / f"{name}.py", "a = 1"))
-    assert found(KeptCode(folder), "pkg", tmp_path) is not None
-    assert found(KeptCode(folder), "pkg.data", tmp_path / "pkg") is not None
+        written(tmp_path / "pkg" / f"{name}.py", "a = 1")
+    first = KeptCode(folder)
+    imported(first, "pkg", tmp_path)
+    imported(first, "pkg.data", tmp_path / "pkg")
     shutil.rmtree(tmp_path / "pkg")
-    spec = found(KeptCode(folder), "pkg", tmp_path)
+    spec = found(late(folder), "pkg", tmp_path)
     assert spec is not None
     assert spec[1] == [str(tmp_path / "pkg")]
-    assert found(KeptCode(folder), "pkg.data", tmp_path / "pkg") == (str(tmp_path / "pkg" / "data.py"), None)
+    assert found(late(folder), "pkg.data", tmp_path / "pkg") == (str(tmp_path / "pkg" / "data.py"), None)
+
+
+def test_a_namespace_may_get_more_folders(folder: Path, tmp_path: Path) -> None:
+    """What the job writes into another one on the path is found too, by all."""
+    folders = [tmp_path / "base", tmp_path / "made"]
+    (folders[0] / "plug").mkdir(parents=True)
+    assert found(KeptCode(folder), "plug", *folders) == (None, [str(folders[0] / "plug")])
+    (folders[1] / "plug").mkdir(parents=True)
+    both = [str(each / "plug") for each in folders]
+    assert found(late(folder), "plug", *folders) == (None, both)
+    shutil.rmtree(folders[0])
+    found_late = found(late(folder), "plug", *folders)
+    assert found_late is not None
+    assert sorted(found_late[1] or ()) == both
+
+
+def test_what_the_job_writes_comes_to_stand_before_it(folder: Path, tmp_path: Path) -> None:
+    """A module is made by rank 0 behind the start, in a folder that comes first. All import it then."""
+    made, base = tmp_path / "made", tmp_path / "base"
+    for each in (made, base):
+        each.mkdir()
+    written(base / "plan.py", "a = 1")
+    zero, one = KeptCode(folder), KeptCode(folder)
+    assert imported(zero, "plan", made, base) == str(base / "plan.py")
+    path = written(made / "plan.py", "a = 2", ago_s=-1)
+    for each in (zero, one, late(folder)):
+        assert imported(each, "plan", made, base) == path
+
+
+def test_to_ask_for_a_module_is_not_to_import_it(folder: Path, tmp_path: Path) -> None:
+    made, base = tmp_path / "made", tmp_path / "base"
+    for each in (made, base):
+        each.mkdir()
+    written(base / "plan.py", "a = 1")
+    assert found(KeptCode(folder), "plan", made, base) is not None
+    path = written(made / "plan.py", "a = 2", ago_s=-1)
+    for each in (KeptCode(folder), late(folder)):
+        assert imported(each, "plan", made, base) == path
 
 
 def test_a_module_that_no_path_leads_to_is_kept_too(
@@ -133,18 +184,23 @@ def test_a_module_that_no_path_leads_to_is_kept_too(
 ) -> None:
     """As those of an editable installation: a finder behind Python's own maps names to files."""
     path = written(tmp_path / "helper.py", "a = 1")
+    first = KeptCode(folder)
+    assert found(first, "helper", tmp_path / "none") is None, "others are asked by Python"
+    read(first, path, "helper")
+    assert found(KeptCode(folder), "helper", tmp_path / "none") is None
 
     class Editable:
         def find_spec(self, name: str, *_: object) -> object:
-            there = name == "helper" and Path(path).exists()
-            return importlib.util.spec_from_file_location(name, path) if there else None
+            there = name == "helper" and Path(own).exists()
+            return importlib.util.spec_from_file_location(name, own) if there else None
 
-    kept = KeptCode(folder)
+    kept = late(folder)
     monkeypatch.setattr(sys, "meta_path", [kept, *sys.meta_path, Editable()])
-    assert found(kept, "helper", tmp_path / "none") == (path, None)
-    read(kept, path)
+    own = written(tmp_path / "of_this_rank.py", "a = 3")
+    assert found(kept, "helper", tmp_path / "none") == (own, None)
+    Path(own).unlink()
     Path(path).unlink()
-    assert found(KeptCode(folder), "helper", tmp_path / "none") == (path, None)
+    assert found(kept, "helper", tmp_path / "none") == (path, None)
 
 
 def test_a_loader_of_somebody_elses_is_left_alone(
@@ -160,17 +216,24 @@ def test_a_loader_of_somebody_elses_is_left_alone(
         def find_spec(self, name: str, *_: object) -> object:
             return importlib.util.spec_from_file_location(name, path, loader=Loader(name, path))
 
-    for _ in range(2):
-        kept = KeptCode(folder)
-        monkeypatch.setattr(sys, "meta_path", [kept, Finder()])
-        assert type(kept.find_spec("helper", [str(tmp_path)]).loader) is Loader
+    kept = KeptCode(folder)
+    monkeypatch.setattr(sys, "meta_path", [kept, Finder()])
+    assert found(kept, "helper", tmp_path / "none") is None
+    kept.ask("helper", path, plainly=False)
+    assert kept.text(path) == b"a = 1"
+    assert late(folder).find_spec("helper", [str(tmp_path / "none")]) is None
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "a\0b"])
+def test_odd_names_and_folders(folder: Path, tmp_path: Path, name: str) -> None:
+    for kept in (KeptCode(folder), late(folder)):
+        assert found(kept, name, tmp_path / "caf\udce9") is None
 
 
 def test_who_imports_again_finds_what_there_is(folder: Path, tmp_path: Path) -> None:
     path = written(tmp_path / "helper.py", "a = 1")
-    kept = KeptCode(folder)
-    assert found(kept, "helper", tmp_path) == (path, None)
-    read(kept, path, "helper")
+    kept = late(folder)
+    assert imported(kept, "helper", tmp_path) == path
     (tmp_path / "helper.py").unlink()
     (tmp_path / "helper").mkdir()
     package = written(tmp_path / "helper" / "__init__.py", "a = 2")
@@ -184,16 +247,11 @@ def test_a_late_process_that_looks_elsewhere_is_told_of(
     for name, text in (("old", "a = 1"), ("same", "a = 1"), ("new", "a = 2")):
         (tmp_path / name).mkdir()
         written(tmp_path / name / "helper.py", text)
-    assert found(KeptCode(folder), "helper", tmp_path / "old") is not None
-    read(KeptCode(folder), str(tmp_path / "old" / "helper.py"))
-    for late, name in ((False, "new"), (True, "same")):
-        assert (
-            found(KeptCode(folder, (lambda: True) if late else (lambda: False)), "helper", tmp_path / name) is not None
-        )
+    assert imported(KeptCode(folder), "helper", tmp_path / "old")
+    for kept, name in ((KeptCode(folder), "new"), (late(folder), "same")):
+        assert found(kept, "helper", tmp_path / name) is not None
     assert not capsys.readouterr().err
-    shutil.rmtree(folder / ".places")
-    assert found(KeptCode(folder), "helper", tmp_path / "old") is not None
-    assert found(KeptCode(folder, lambda: True), "helper", tmp_path / "new") is not None
+    assert found(late(folder), "helper", tmp_path / "new") is not None
     assert "imports helper from" in capsys.readouterr().err
 
 

@@ -888,6 +888,7 @@ def test_loops_in_loops_take_no_time() -> None:
         ("t = terms[0] if step > 2 else terms[1]\n    t.update(1.0)", "self.count in Scaled.update"),
         ("table.get('a').update(1.0)", "self.count in Scaled.update"),
         ("getattr(terms[0], 'up' + 'date')(1.0)", "self.count in Scaled.update"),
+        ("h = getattr(terms[0], 'up' + 'date', None)\n    if h is not None: h(1.0)", "self.count in Scaled.update"),
         ("list(map(terms[0].update, [1.0]))", "self.count in Scaled.update"),
         ("mine.update(1.0)", "self.count in Scaled.update"),
         ("drawn.seed(step)\n    drawn.random()", ""),
@@ -1044,3 +1045,21 @@ def test_a_module_that_is_registered_has_no_number_in_its_state_unless_it_says_s
     assert leaves_out(telling), "it has forgotten to"
     assert not leaves_out(torch.Generator())
     assert not leaves_out(object())
+
+
+def test_what_comes_back_with_its_holder() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.kept, self.loose, self.inner = [1], 2, Thing()
+
+    whole, partly, other, model = Holder(), Holder(), Holder(), torch.nn.Linear(1, 1)
+    known = KnownObjects([whole], [model], [(partly, ["loose"])])
+    assert known.carries(whole, "kept", whole.kept)
+    assert known.carries(whole, "loose", whole.loose)
+    assert known.carries(partly, "loose", partly.loose)
+    assert not known.carries(partly, "kept", partly.kept)
+    assert not known.carries(other, "loose", other.loose)
+    assert not known.carries(other, "inner", other.inner)
+    assert not known.carries(other, "", [1])
+    assert not known.carries(other, "['a']", 1)
+    assert not known.carries(model.weight, "residual", torch.ones(1)), "a new parameter has none"

@@ -117,6 +117,21 @@ def test_a_new_process_takes_over_what_is_otherwise_than_as_built() -> None:
     assert taken(to) == taken(of), "and gives it on"
 
 
+def test_a_new_process_takes_over_that_something_has_gone() -> None:
+    """``getattr(self, "warm_up", 1.0)`` behind ``del self.warm_up``."""
+    old, new = Annealed(), Annealed()
+    old.warm_up = new.warm_up = 0.5
+    of, to = values(old), values(new)
+    assert of.told(of.held()) == ()
+    del old.warm_up
+    told = of.told(of.held())
+    to.take(told)
+    assert not hasattr(new, "warm_up")
+    assert to.told(to.held()) == told, "and tells it to the next one"
+    old._passes = [1]
+    assert of.told(of.held()) == (), "a list is nothing that it could take over"
+
+
 def test_the_window_counts() -> None:
     model = Annealed()
     of = values(model)

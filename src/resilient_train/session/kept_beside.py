@@ -7,6 +7,10 @@ some milliseconds, and once more when it tells.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import FrameType
+from typing import TypeVar
+
 from resilient_train import script_place
 from resilient_train.frameworks.roles import Objects, Window
 from resilient_train.session.given_again import GivenAgain
@@ -19,14 +23,17 @@ from resilient_train.session.reading.scope import Key
 from resilient_train.session.reading.script_contents import HeldPart, ScriptContents, changed, contents_of
 from resilient_train.session.reading.static_lookup import Texts, reached_from
 
+T = TypeVar("T")
+
 
 class KeptBeside:
     """Of one process."""
 
     def __init__(self, notices: Notices, objects: Objects, cursor: Cursor, window: Window) -> None:
         self._notices, self._objects, self._cursor, self._window = notices, objects, cursor, window
+        self._looks = 0
         self._first: ScriptContents | None = None
-        self._told: tuple[str, ...] = ()
+        self._told = set[str]()
         self._ends = not notices.is_speaker
         """There is nothing more to tell."""
 
@@ -34,39 +41,50 @@ class KeptBeside:
         """The loop stands behind a step, of its own or made by that ``call``. ``recovered``: a rank was replaced, or a
         step has run again.
         """
-        if self._ends or (self._first is not None and not recovered):
+        if self._ends or (self._looks and not recovered):
             return
-        try:
-            found = self._look(call, again, recovered=recovered)
-        except Exception as error:  # a text that it does not understand is no reason to end a job that goes on
-            self._ends = True
-            self._notices.event("loop_unread", {"error": f"{type(error).__name__}: {error}"})
+        frames, texts, seen = [*script_place.frames()], Texts(), set[Key]()
+        self._looks += 1
+        if self._looks == 1:  # a new process is told of by its text; with the next step there are two looks
+            self._first = self._tried(lambda: contents_of(frames, self._is_read()))
+        self._ends = self._looks > 1 or not frames
+        if not recovered or not frames:
             return
-        if found and set(found.names) - set(self._told):
-            news = tuple(each for each in found.names if each not in self._told)
-            self._told += news
-            self._notices.carried(found._replace(names=news))
+        own = self._tried(lambda: own_of(self._objects, self._cursor.sources(), self._window.settled(), texts))
+        if own is None:
+            return
+        loader, first = self._cursor.loader, self._first
+        found = self._tried(lambda: carried_at(frames[0], own, loader, texts, call, again, seen))
+        if self._ends and first is not None:
+            more = self._tried(lambda: self._changed(first, frames, KnownObjects(*own, [loader]), seen))
+            found = and_also(found, more)
+        self._tell(found)
 
-    def _look(self, call: BodyCall | None, again: GivenAgain | None, *, recovered: bool) -> LoopCarried | None:
-        frames = [*script_place.frames()]
-        if not frames:
-            self._ends = True
+    def _tried(self, read: Callable[[], T]) -> T | None:
+        """A text or an object that it does not understand is no reason to end a job that goes on."""
+        try:
+            return read()
+        except Exception as error:
+            self._notices.event("loop_unread", {"error": f"{type(error).__name__}: {error}"})
             return None
+
+    def _is_read(self) -> Callable[[HeldPart], bool]:
+        """What a loader reaches is a loader's."""
         read = {id(each) for each in reached_from(self._cursor.sources())}
-        first, self._first = self._first, self._first or contents_of(frames, lambda part: id(part.value) in read)
-        if not recovered:
-            return None
-        texts, seen = Texts(), set[Key]()
-        own = own_of(self._objects, self._cursor.sources(), self._window.settled(), texts)
-        found = carried_at(frames[0], own, self._cursor.loader, texts, call, again, seen)
-        if first is None:  # a new process is told of by its text; with the next step there are two looks
-            return found
-        self._ends = True
-        known = KnownObjects(*own, [self._cursor.loader])
-        names = changed(
-            first, contents_of(frames, lambda part: id(part.value) in read or _is_settled(part, known, seen))
-        )
-        return and_also(found, LoopCarried(tuple(names), script_place.line())) if names else found
+        return lambda part: id(part.value) in read
+
+    def _changed(
+        self, first: ScriptContents, frames: list[FrameType], known: KnownObjects, seen: set[Key]
+    ) -> LoopCarried | None:
+        is_read = self._is_read()
+        now = contents_of(frames, lambda part: is_read(part) or _is_settled(part, known, seen))
+        names = changed(first, now)
+        return LoopCarried(tuple(names), script_place.line()) if names else None
+
+    def _tell(self, found: LoopCarried | None) -> None:
+        if found is not None and (news := tuple(each for each in found.names if each not in self._told)):
+            self._told |= {*news}
+            self._notices.carried(found._replace(names=news))
 
 
 def _is_settled(part: HeldPart, known: KnownObjects, seen: set[Key]) -> bool:

@@ -48,6 +48,8 @@ class ValuesOf(msgspec.Struct, array_like=True, frozen=True):
 
     module: Key
     values: dict[str, Plain]
+    gone: tuple[str, ...] = ()
+    """Plain attributes that its constructor gives, and that were deleted since."""
 
 
 class _Attributes(NamedTuple):
@@ -133,8 +135,10 @@ class ModuleValues:
         of_window = {id(each.own): values for each, values in held.each()}
         found = []
         for key, module, parts in self._parted():
-            if changed := self._changed(key, of_window.get(id(vars(module)), parts.plain)):
-                found.append(ValuesOf(key, changed))
+            now = of_window.get(id(vars(module)), parts.plain)
+            changed, gone = self._changed(key, now), self._gone(key, now)
+            if changed is not None and (changed or gone):
+                found.append(ValuesOf(key, changed, gone))
         return tuple(found)
 
     def _changed(self, key: Key, now: dict[str, Any]) -> dict[str, Any] | None:
@@ -144,6 +148,9 @@ class ModuleValues:
 
     def _otherwise(self, key: Key, now: dict[str, Any]) -> dict[str, Any]:
         return {name: now[name] for name in _unlike(now, self._built[key].parts.plain) if name in now}
+
+    def _gone(self, key: Key, now: dict[str, Any]) -> tuple[str, ...]:
+        return tuple(name for name in self._built[key].parts.plain if name not in now)
 
     def changed(self) -> list[tuple[Key, str, Plain]]:
         """The same, one by one, but for modules that publish what is their rank's own."""
@@ -186,6 +193,8 @@ class ModuleValues:
                 continue
             published = module.get_extra_state() if publishes(module) else None
             vars(module).update(each.values)
+            for name in each.gone:
+                vars(module).pop(name, None)
             if publishes(module):
                 module.set_extra_state(published)
 
@@ -248,7 +257,9 @@ def _is_copy(one: Any, other: Any) -> bool:
 
 def unlike(one: Sequence[ValuesOf], other: Sequence[ValuesOf]) -> list[tuple[Key, str]]:
     """The values that two processes have told of, and have not alike."""
-    ones, others = ({each.module: each.values for each in told} for told in (one, other))
+    ones, others = (
+        {each.module: {**each.values, **dict.fromkeys(each.gone, _MISSING)} for each in told} for told in (one, other)
+    )
     return [(key, name) for key in ones | others for name in _unlike(ones.get(key, {}), others.get(key, {}))]
 
 

@@ -37,9 +37,9 @@ _PREFIX = "code-"
 _MARK = ".resilient_train"
 """In folders that are ours to remove."""
 _SCRIPTS_FOLDER = ".folder"
-_PLACES, _BY_NAME = ".places", ".name"
+_PLACES, _BY_NAME, _BY_OTHERS = ".places", ".name", ".other"
 """Links to where modules were found: by their names and the folders in which they were looked for, and by their names
-alone.
+alone. What a finder of somebody else's gives may be each rank's own: it counts only where nobody finds any.
 """
 _NAMESPACE = "namespace"
 _TRIES = 3
@@ -76,6 +76,8 @@ class KeptCode:
         """
         self._imported = set[str]()
         """Their names."""
+        self._sought: dict[str, str] = {}
+        """Modules that were looked for, and by what that is noted once they are imported."""
 
     def install(self) -> None:
         """From now on imports find and read the copies."""
@@ -86,7 +88,7 @@ class KeptCode:
 
         def kept_path_stats(loader: Any, path: str) -> Any:
             if _is_source(path):
-                self.ask(loader.name, path)
+                self.ask(loader.name, path, plainly=type(loader) is SourceFileLoader)
                 if not self._is_as_kept(path):
                     raise OSError(f"{path} is not what it was")  # a .pyc is of the other text: Python uses none then
             return path_stats(loader, path)
@@ -98,49 +100,67 @@ class KeptCode:
     # -- where a module is
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
-        """Where the first process that looked for it in these folders has found it; else as usual, by whatever finders
-        come behind this one. So it is once it was imported here: who imports again wants what there is now.
+        """As usual. A process that takes another one's place finds it where the others have imported it from, by this
+        name and out of these folders; but not once it has imported it itself: who imports again wants what there is.
         """
-        usual = _usual(self, name, path, target)
+        usual = PathFinder.find_spec(name, path, target)
         folders = [os.path.abspath(each) for each in (sys.path if path is None else path) if isinstance(each, str)]  # noqa: PTH100
-        if target is not None or name in self._imported or not any(map(is_users, folders)):
+        if not any(map(is_users, folders)):
             return usual
-        found = _place_of(usual)
-        first = self._first_place(xxhash.xxh3_64_hexdigest("\n".join([name, *folders]).encode()), found)
-        if first and first != found and (spec := self._spec_at(name, first)):
+        key = xxhash.xxh3_64_hexdigest("\n".join([name, *folders]).encode(errors="surrogateescape"))
+        found, again = _place_of(usual), target is not None or name in self._imported
+        self._sought[name] = key if usual is not None else key + _BY_OTHERS
+        if found.startswith(_NAMESPACE):
+            self._note(key, found)
+        first = "" if again else self._noted(key)
+        if first and not _is_within(first, found) and self._late() and (spec := self._spec_at(name, first, usual)):
             return spec
-        by_name = self._first_place(f"{name}{_BY_NAME}", found)
-        if by_name and not first and found and by_name != found:
-            self._tell_if_elsewhere(name, by_name, found)
+        if usual is None and not again and (other := self._noted(key + _BY_OTHERS)) and self._late():
+            return _by_others(self, name, path) or self._spec_at(name, other, None)
+        if found and not again and not first:
+            self._tell_if_elsewhere(name, self._noted(f"{name}{_BY_NAME}"), found)
         return usual
 
-    def _first_place(self, key: str, found: str) -> str:
-        """What was noted by ``key``; of nothing, ``found`` is now, and the answer is empty."""
-        note = self._folder / _PLACES / key
+    def _noted(self, key: str) -> str:
+        """Empty: nothing."""
         try:
-            return str(note.readlink())
-        except OSError:
-            if found and self._folder.is_dir():
-                with contextlib.suppress(OSError):  # no room, no rights; or another process was quicker
-                    note.parent.mkdir(exist_ok=True)
-                    note.symlink_to(found)
+            return str((self._folder / _PLACES / key).readlink())
+        except (OSError, ValueError):  # a name may have anything in it
             return ""
 
-    def _spec_at(self, name: str, place: str) -> ModuleSpec | None:
+    def _note(self, key: str, place: str) -> None:
+        """The newest counts: a module that the job writes may come to stand before another one of its name."""
+        if self._noted(key) == place or self._asks_late(key):
+            return
+        note = self._folder / _PLACES / key
+        made = note.with_name(f"{note.name}.{os.getpid()}")
+        with contextlib.suppress(OSError, ValueError):  # no room, no rights, the run directory is gone
+            if self._folder.is_dir():
+                note.parent.mkdir(exist_ok=True)
+                made.symlink_to(place)
+                made.replace(note)
+
+    def _asks_late(self, key: str) -> bool:
+        """What a process that takes another one's place finds is no news for others."""
+        return bool(self._noted(key)) and self._late()
+
+    def _spec_at(self, name: str, place: str, usual: ModuleSpec | None) -> ModuleSpec | None:
         """None: it has no copy, and is gone."""
         if place.startswith(_NAMESPACE):
             spec = ModuleSpec(name, None, is_package=True)
-            spec.submodule_search_locations = place.splitlines()[1:]
+            now = _place_of(usual).splitlines()[1:] if _place_of(usual).startswith(_NAMESPACE) else []
+            spec.submodule_search_locations = [*dict.fromkeys((*place.splitlines()[1:], *now))]
             return spec
         if not (Path(f"{self._folder}{place}").is_file() or Path(place).is_file()):
             return None
         within = [os.path.dirname(place)] if place.endswith("/__init__.py") else None  # noqa: PTH120
-        return spec_from_file_location(
-            name, place, loader=SourceFileLoader(name, place), submodule_search_locations=within
-        )
+        loader = SourceFileLoader(name, place)
+        return spec_from_file_location(name, place, loader=loader, submodule_search_locations=within)
 
     def _tell_if_elsewhere(self, name: str, first: str, now: str) -> None:
         """The folders in which it is looked for are others: a link was followed by the script itself."""
+        if not first or first == now:
+            return
         with contextlib.suppress(OSError):
             if first.startswith(_NAMESPACE) or Path(f"{self._folder}{first}").read_bytes() == Path(now).read_bytes():
                 return
@@ -176,14 +196,20 @@ class KeptCode:
         except OSError:
             return now
 
-    def ask(self, module: str, path: str) -> None:
-        """It is about to be imported. Once more, and the file has changed: what it is now is kept, for all."""
+    def ask(self, module: str, path: str, *, plainly: bool = True) -> None:
+        """It is about to be imported. Once more, and the file has changed: what it is now is kept, for all. Not
+        ``plainly``: by a loader that may change the text, so that no other one could load it.
+        """
         now, once = _looks_of(path), self._asked
         self._imported.add(module)
-        key = module if module in sys.modules else "__main__", path  # `-m`: it may be imported by its name as well
-        if once.setdefault(key, now) == now:
+        if (key := self._sought.pop(module, "")) and plainly:
+            self._note(key, os.path.abspath(path))  # noqa: PTH100 - links are not followed
+            if not self._noted(f"{module}{_BY_NAME}"):
+                self._note(f"{module}{_BY_NAME}", os.path.abspath(path))  # noqa: PTH100
+        of = module if module in sys.modules else "__main__", path  # `-m`: it may be imported by its name as well
+        if once.setdefault(of, now) == now:
             return
-        once[key] = now
+        once[of] = now
         linecache.cache.pop(path, None)
         try:
             text, stats = _read(path)
@@ -237,14 +263,18 @@ class KeptCode:
             )
 
 
-def _usual(this: KeptCode, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-    """By the finders behind this one."""
-    behind = sys.meta_path[sys.meta_path.index(this) + 1 :] if this in sys.meta_path else [PathFinder]
-    for finder in behind:
+def _is_within(first: str, now: str) -> bool:
+    """A package without an ``__init__.py`` may have got more folders."""
+    return first == now or (first.startswith(_NAMESPACE) and {*first.splitlines()} <= {*now.splitlines()})
+
+
+def _by_others(this: KeptCode, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """By the finders behind Python's."""
+    for finder in sys.meta_path[sys.meta_path.index(this) + 1 :] if this in sys.meta_path else ():
         find = getattr(finder, "find_spec", None)
-        spec: ModuleSpec | None = find(name, path, target) if find is not None else None
-        if spec is not None:
-            return spec
+        if find is not None and finder is not PathFinder and (spec := find(name, path, None)) is not None:
+            found: ModuleSpec = spec
+            return found
     return None
 
 

@@ -6,7 +6,7 @@ import ast
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from types import BuiltinMethodType, CodeType
+from types import BuiltinMethodType, CodeType, MethodType
 from typing import Any
 
 from resilient_train.session.reading.known_objects import KnownObjects
@@ -416,6 +416,8 @@ class Flow:
                 return [each for each in map(self._known, (one, other)) if each is not UNKNOWN]
             case ast.Subscript(value=of) | ast.Call(func=ast.Attribute(value=of, attr="get")):
                 return self._objects_in(of)
+            case ast.Call(func=ast.Name(id="getattr"), args=[of, *_]):
+                return [MethodType(each.function, each.owner) for each in methods_of(self._known(of))]
             case ast.Name(id=name):
                 return self._may_be.get(self._scope.key(name), [])
         return []

@@ -96,10 +96,10 @@ class KnownObjects:
         return of_models and not (is_plain(path[-1]) or moves_when_used(path[-1]) or any(map(counts_for_itself, path)))
 
     def carries(self, holder: object, key: str, value: object) -> bool:
-        """Whether what ``holder`` has at ``key`` (see ``scope.Key``) comes back; of an object, whether all of it does.
-        What hangs on a parameter does not come back with it.
+        """Whether what ``holder`` has at ``key`` (see ``scope.Key``; empty: nowhere) comes back; of an object, whether
+        all of it does. What hangs on a parameter does not come back with it.
         """
-        if is_object(value) or is_array(holder):
+        if is_object(value) or is_array(holder) or not key:
             return id(value) in self._known
         return self.has([holder, value], f"x{key}" if key.startswith("[") else f"x.{key}")
 

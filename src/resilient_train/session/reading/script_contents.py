@@ -49,11 +49,19 @@ from resilient_train.session.reading.static_lookup import (
 _VALUES, _OF_MODULES, _OF_ROOT = 20_000, 4_000, 8_000
 """So many are looked at; of modules that don't run, and of one variable: 10 us each, once or twice in a process."""
 _WIDE, _ENDS, _NAME_MAX = 256, 32, 80
-_BYTES = 1 << 20
+_BYTES, _MANY, _SOME = 1 << 16, 1 << 14, 64
+"""Of one array or text so many are read; of a tensor that is to be copied for it; of a large array."""
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _SETS = (set, frozenset)
 _CONTAINERS = (dict, *_SETS, list, tuple, deque)
 _PLAIN_OBJECTS = (SimpleNamespace, argparse.Namespace, UserDict, WeakKeyDictionary, WeakValueDictionary, Event)
+_MOVES: tuple[tuple[type, Callable[[Any], Hashable]], ...] = (
+    (random.Random, lambda each: hash(each.getstate())),
+    (np.random.Generator, lambda each: repr(each.bit_generator.state)),
+    (np.random.RandomState, lambda each: repr(each.get_state())),
+    *((type(each), operator.length_hint) for each in (iter([]), iter(()), iter(range(0)), iter({}))),
+    (itertools.count, repr),
+)
 _TENSORS = ("_parameters", "_buffers")
 _OTHERWISE = (*_TENSORS, MODULES, "training")
 """Of a torch module, what is looked at otherwise, or by others."""
@@ -80,8 +88,9 @@ class _Seen(NamedTuple):
     form: Hashable
     around: str
     """The name of what it lies in."""
-    kind: tuple[type, str]
-    """Of the holder, and its key there."""
+    kind: tuple[int, str]
+    """Of the holder its class, by id, and its key there."""
+    of_tensor: bool = False
 
 
 class ScriptContents(NamedTuple):
@@ -90,7 +99,7 @@ class ScriptContents(NamedTuple):
     seen: dict[str, _Seen]
     opened: frozenset[str]
     """Of these objects, what they hold was looked at by that name."""
-    settled: frozenset[tuple[type, str]]
+    settled: frozenset[tuple[int, str]]
     """Attributes of the user's classes that were left out in one of their objects."""
 
 
@@ -112,7 +121,7 @@ class _Walk:
     def __init__(self, left_out: Callable[[HeldPart], bool]) -> None:
         self._left_out = left_out
         self.found: dict[str, _Seen] = {}
-        self.opened, self.settled = set[str](), set[tuple[type, str]]()
+        self.opened, self.settled = set[str](), set[tuple[int, str]]()
         self._ids, self._kept = set[int](), list[Any]()
         """What was kept can't be freed, so that no other object gets its id."""
 
@@ -127,13 +136,14 @@ class _Walk:
             self._ids.add(id(each))
             self._kept.append(each)
             self.opened.add(name)
-            self.found.setdefault(name, _Seen(_form(each), "", (type, "")))
+            self.found.setdefault(name, _Seen(_form(each), "", (0, "")))
             for part in _parts(name, each):
-                kind = (type(part.holder), part.key)
+                of = _kind(type(part.holder))
+                kind = id(of.of), part.key
                 if self._left_out(part):
-                    self.settled |= {kind} if _kind(kind[0]).is_users else set()
+                    self.settled |= {kind} if of.is_users else set()
                     continue
-                self.found.setdefault(part.name, _Seen(_form(part.value), name, kind))
+                self.found.setdefault(part.name, _Seen(_form(part.value), name, kind, of.is_tensor))
                 if not _is_scalar(part.value):
                     todo.append((part.name, part.value))
 
@@ -141,12 +151,12 @@ class _Walk:
 def changed(before: ScriptContents, now: ScriptContents) -> list[str]:
     """What holds something else: of containers their names, and of an attribute of many tensors the first."""
     names, settled = dict[str, str](), set[str]()
-    for name, (form, around, kind) in now.seen.items():
+    for name, (form, around, kind, of_tensor) in now.seen.items():
         if kind in now.settled or around in settled:
             settled.add(name)
         elif before.seen[name].form != form if name in before.seen else around in before.opened and kind[1][:1] != "[":
             place = _container(name, now)
-            names.setdefault(kind[1] if _kind(kind[0]).is_tensor else place, place)
+            names.setdefault(kind[1] if of_tensor else place, place)
     return [*names.values()]
 
 
@@ -183,39 +193,57 @@ def _variables(names: dict[str, Any], holder: Any, before: str) -> Iterator[Held
 
 
 class _Kind(NamedTuple):
-    """Of a class, whatever a metaclass says."""
+    """Of a class, whatever a metaclass says: that may have an ``__eq__`` and a ``__hash__`` of its own."""
 
+    of: type
     is_scalar: bool
+    is_plain: bool
+    """Of that class itself: to ask another one for its value may run anything."""
     base: Any
     """The container of Python's that it is; None: it is none."""
     is_tensor: bool
-    """One of torch's own: to ask another one's tensors may run anything."""
+    """One of torch's own, as ``is_plain``."""
+    is_array: bool
     is_numpys_scalar: bool
     is_generator: bool
     """Of random numbers: torch's."""
+    moves: Callable[[Any], Hashable] | None
+    """It moves when it is used, and this says where it is."""
     is_users: bool
+    is_open: bool
+    """Its attributes are looked at."""
 
 
-_KINDS = WeakKeyDictionary[type, _Kind]()
+_KINDS: dict[int, _Kind] = {}
 
 
 def _kind(kind: type) -> _Kind:
-    found = _KINDS.get(kind)
+    found = _KINDS.get(id(kind))
     if found is None:
-        found = _KINDS[kind] = _kind_of(kind)
+        found = _KINDS[id(kind)] = _kind_of(kind)
     return found
 
 
 def _kind_of(kind: type) -> _Kind:
-    order, module = _ORDER.__get__(kind), str(_MODULE.__get__(kind))
+    order, module, name = _ORDER.__get__(kind), str(_MODULE.__get__(kind)), _NAME.__get__(kind)
+    users = (found := sys.modules.get(module)) is not None and _is_users(found)
     return _Kind(
-        any(each in _SCALARS for each in order),
-        next((each for each in order if each in _CONTAINERS), None),
-        module in ("torch", "torch.nn.parameter") and _NAME.__get__(kind) in _OF_TENSORS,
-        np.generic in order,
-        module == "torch._C" and _NAME.__get__(kind) == "Generator",
-        (found := sys.modules.get(module)) is not None and _is_users(found),
+        of=kind,
+        is_scalar=any(_is_one_of(each, _SCALARS) for each in order),
+        is_plain=_is_one_of(kind, _SCALARS),
+        base=next((each for each in order if _is_one_of(each, _CONTAINERS)), None),
+        is_tensor=module in ("torch", "torch.nn.parameter") and name in _OF_TENSORS,
+        is_array=kind is np.ndarray,
+        is_numpys_scalar=any(each is np.generic for each in order) and not users,
+        is_generator=module == "torch._C" and name == "Generator",
+        moves=next((ask for each, ask in _MOVES if each is kind), None),
+        is_users=users,
+        is_open=users or _is_one_of(kind, _PLAIN_OBJECTS),
     )
+
+
+def _is_one_of(kind: type, kinds: Iterable[type]) -> bool:
+    return any(kind is each for each in kinds)
 
 
 def _is_users(module: ModuleType) -> bool:
@@ -252,7 +280,7 @@ def _parts(name: str, value: Any) -> Iterator[HeldPart]:
         yield from _in_container(name, value)
         if _kind(kind).is_tensor:
             yield from _attributes(name, value, attributes_of(value).items())
-        elif kind in _PLAIN_OBJECTS or _kind(kind).is_users:
+        elif _kind(kind).is_open:
             yield from _attributes(name, value, _of_object(value))
 
 
@@ -313,7 +341,10 @@ def _in_container(name: str, value: Any) -> Iterator[HeldPart]:
 
 
 def _can_be_named(key: Any) -> bool:
-    return (type(key) in (int, bool) and abs(key) < 1 << 64) or (type(key) in (str, bytes) and len(key) < _NAME_MAX)
+    kind = type(key)
+    if kind is str or kind is bytes:
+        return len(key) < _NAME_MAX
+    return (kind is int or kind is bool) and abs(key) < 1 << 64
 
 
 # -- what it is made of
@@ -328,48 +359,45 @@ def _form(value: Any) -> Hashable:
         except RuntimeError:  # made in inference mode, sparse, ...
             return "tensor"
     if kind.is_scalar or kind.base is None:
-        return _value_form(value)
+        return _value_form(value, kind)
     length, each = kind.base.__len__(value), kind.base.__iter__(value)
     if kind.base is dict:
         return "dict", length
-    if kind.base in _SETS:
-        return "set", length, *sorted(repr(one) for one in islice(each, _WIDE) if type(one) in _SCALARS)
+    if kind.base is set or kind.base is frozenset:
+        return "set", length, *sorted(repr(one) for one in islice(each, _WIDE) if _can_be_named(one))
     if kind.base is deque:
         last: Iterable[Any] = islice(deque.__reversed__(value), _ENDS)
     else:
         last = kind.base.__getitem__(value, slice(-_ENDS, None))
-    ends = (*islice(each, _ENDS), *last)
-    return kind.base.__name__, length, *(_value_form(one) for one in ends if _is_scalar(one))
+    ends = ((one, _kind(type(one))) for one in (*islice(each, _ENDS), *last))
+    return kind.base.__name__, length, *(_value_form(one, of) for one, of in ends if of.is_scalar)
 
 
-def _value_form(value: Any) -> Hashable:
+def _value_form(value: Any, kind: _Kind) -> Hashable:
     """Of classes of Python's, NumPy's and torch's own; of others their names."""
-    kind = type(value)
-    if kind in (float, complex):
+    name = str(_NAME.__get__(kind.of))
+    if kind.of is float or kind.of is complex or kind.is_numpys_scalar:
         return repr(value)  # NaN is what it was
-    if kind in (str, bytes, bytearray, array):
-        return kind.__name__, hash(bytes(value) if kind in (bytearray, array) else value)
-    if kind in _SCALARS:
+    if kind.of is str or kind.of is bytes or kind.of is bytearray or kind.of is array:
+        ends = value[:_BYTES], value[-_BYTES:]
+        return name, len(value), hash(tuple(map(bytes, ends)) if kind.of is bytearray or kind.of is array else ends)
+    if kind.is_plain:
         return (value,)
-    if kind is np.ndarray and not value.dtype.hasobject:
-        every = max(1, value.nbytes // _BYTES)
-        return value.shape, hash((value if every == 1 else value.flat[::every]).tobytes())
-    if _kind(kind).is_numpys_scalar:
-        return repr(value)
-    if _kind(kind).is_generator:
+    if kind.is_array:
+        return _array_form(value)
+    if kind.is_generator:
         return hash(tuple(value.get_state().tolist()))
-    asked = _MOVES.get(kind)
-    return str(_NAME.__get__(kind)), "" if asked is None else asked(value)
+    return name, "" if kind.moves is None else kind.moves(value)
 
 
-_MOVES: dict[type, Callable[[Any], Hashable]] = {
-    random.Random: lambda each: hash(each.getstate()),
-    np.random.Generator: lambda each: repr(each.bit_generator.state),
-    np.random.RandomState: lambda each: repr(each.get_state()),
-    **dict.fromkeys(map(type, (iter([]), iter(()), iter(range(0)), iter({}))), operator.length_hint),
-    itertools.count: repr,
-}
-"""What moves when it is used, and can say where it is."""
+def _array_form(value: Any) -> Hashable:
+    """Of a large one some elements: it may be a file, and longer than the memory."""
+    if value.dtype.hasobject:
+        return value.shape, ""
+    if value.nbytes <= _BYTES:
+        return value.shape, hash(value.tobytes())
+    some = [value.flat[at] for at in range(0, value.size, -(-value.size // _SOME))]
+    return value.shape, hash(np.array(some, dtype=value.dtype).tobytes())
 
 
 def _tensor_form(tensor: Any) -> Hashable:
@@ -377,5 +405,7 @@ def _tensor_form(tensor: Any) -> Hashable:
     form = (str(tensor.dtype), tuple(tensor.shape), 0 if on_host and count <= 2 * _ENDS else tensor._version)  # noqa: SLF001
     if not on_host or tensor.untyped_storage().nbytes() < count * tensor.element_size():
         return *form, tensor.data_ptr()
+    if count > _MANY and not tensor.is_contiguous():  # to make it flat is to copy it
+        return form
     flat = tensor.detach().flatten()
     return *form, hash((repr(flat[:_ENDS].tolist()), repr(flat[-_ENDS:].tolist())))  # kept for the whole job

@@ -2,9 +2,9 @@
 
 A process that takes a rank's place reads the script hours after the others. By then somebody may have edited it, pulled
 a newer version, or have made ``current`` point elsewhere; a file may be half written, or gone. Replicas would not even
-differ, for gradients are averaged. So who first finds a module of the user's notes where, and who first reads a source
-file leaves a copy, by its own path in a folder of the job's; everybody finds and reads what is there. A job that is
-started again has a new folder.
+differ, for gradients are averaged. So who first reads a source file of the user's leaves a copy, by its own path in a
+folder of the job's, and everybody reads the copy. Who imports a module notes where it was, and who takes another one's
+place imports it from there. A job that is started again has a new folder.
 
 A text that was written since this process began is read from the file itself: the job writes such files by itself, and
 a new process writes them again. One that a process reads anew (``importlib.reload``) takes the copy's place.

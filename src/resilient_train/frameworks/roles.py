@@ -743,7 +743,7 @@ class Window(Protocol):
     """A window (the steps up to and including one update): its updates are seen, and it can be taken back.
 
     Called by ``session/driver.py``, ``from_replica.py``, ``saving.py`` and ``from_saved.py`` (the layout that travels
-    with the state), ``bodies_without_update.py``, ``loop_head.py``.
+    with the state), ``bodies_without_update.py``, ``loop_head.py``, ``kept_beside.py``.
     """
 
     def attach(self, updates: Updates) -> None:

@@ -275,7 +275,9 @@ def _parts(name: str, value: Any) -> Iterator[HeldPart]:
     elif is_class(value):
         if _kind(value).is_users:
             own = [(key, each) for key, each in next(iter(held_by(value))).items() if key[:2] != "__"]
-            yield from _attributes(name, value, ((key, each) for key, each in own if type(each) not in _NOT_STATE))
+            yield from _attributes(
+                name, value, ((key, each) for key, each in own if not _is_one_of(type(each), _NOT_STATE))
+            )
     else:
         yield from _in_container(name, value)
         if _kind(kind).is_tensor:

@@ -234,6 +234,19 @@ def test_what_is_settled_is_so_for_all_of_a_kind() -> None:
     assert changed(before, contents_of([script.at_step()], left_out)) == ["x[0].history", "x[1].history"]
 
 
+def test_a_namespace_that_a_text_runs_in_is_no_container() -> None:
+    names: dict[str, Any] = {}
+    exec(
+        compile("def run():\n    while True:\n        yield\n        globals()['made'] = 1\n", __file__, "exec"), names
+    )
+    run = names["run"]()
+    looks = []
+    for _ in range(2):
+        next(run)
+        looks.append(contents_of([run.gi_frame, sys._getframe()], lambda _: False))
+    assert "names" not in changed(*looks)
+
+
 def test_what_gets_another_name_has_not_changed() -> None:
     """In the first look an object was found by a variable of the loop, which the second one leaves out."""
     script = Script("x = Net()\ny = [x]", "x = y[0]")

@@ -21,7 +21,7 @@ from resilient_train.session.reading.known_objects import KnownObjects, own_of
 from resilient_train.session.reading.loop_carried import LoopCarried, and_also, carried_at
 from resilient_train.session.reading.scope import Key
 from resilient_train.session.reading.script_contents import HeldPart, ScriptContents, changed, contents_of
-from resilient_train.session.reading.static_lookup import Texts, reached_from
+from resilient_train.session.reading.static_lookup import Texts, can_change, is_object, reached_from
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class KeptBeside:
 
     def _is_read(self) -> Callable[[HeldPart], bool]:
         """What a loader reaches is a loader's."""
-        read = {id(each) for each in reached_from(self._cursor.sources())}
+        read = {id(each) for each in reached_from(self._cursor.sources()) if _is_itself(each)}
         return lambda part: id(part.value) in read
 
     def _changed(
@@ -89,5 +89,10 @@ class KeptBeside:
 
 def _is_settled(part: HeldPart, known: KnownObjects, seen: set[Key]) -> bool:
     """The Session carries it, or its text was read."""
-    is_read = (id(part.holder), part.key) in seen or (id(part.value), "") in seen or id(part.value) in known.read
-    return is_read or known.carries(part.holder, part.key, part.value)
+    is_read = _is_itself(part.value) and ((id(part.value), "") in seen or id(part.value) in known.read)
+    return is_read or (id(part.holder), part.key) in seen or known.carries(part.holder, part.key, part.value)
+
+
+def _is_itself(value: object) -> bool:
+    """Not so of small numbers, of which Python has one each."""
+    return can_change(value) or is_object(value)

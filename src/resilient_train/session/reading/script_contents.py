@@ -107,7 +107,9 @@ def contents_of(frames: Iterable[FrameType], left_out: Callable[[HeldPart], bool
     """Of what ``frames`` and the modules of the user's can reach, the outermost first: a variable of a loop is another
     name of something, as a rule. ``left_out``: what lies there is not looked at, nor what it holds.
     """
-    running, walk = [*frames], _Walk(left_out)
+    running = [*frames]
+    spaces = {id(frame.f_globals) for frame in running}  # looked at by their names: ``exec(text, names)``
+    walk = _Walk(lambda part: id(part.value) in spaces or left_out(part))
     for root in _variables_of_modules(running):
         walk.follow(root, _OF_MODULES)
     for root in _variables_of(running):

@@ -183,13 +183,13 @@ class StartingState:
 
     async def left(self) -> str:
         """What a job that is started again in this run directory would go on from, for people; empty if nothing is seen
-        to be there.
+        to be there. Of equal ones that on storage: people may look at it.
         """
         memory = None
         if self._requests.last_failed or self._snapshots.vault is None:
             with contextlib.suppress(HolderSilentError):
                 memory = self._snapshots.newest()
-        newest = _newest(memory, await self._seen_on_storage())
+        newest = _newest(await self._seen_on_storage(), memory)
         return _described(newest) if newest is not None else ""
 
     async def _seen_on_storage(self) -> Source | None:
@@ -208,9 +208,10 @@ class StartingState:
         return memory is not None and (stored is None or stored.commits < memory.commits)
 
 
-def _newest(memory: Source | None, stored: Source | None) -> Source | None:
-    found = [each for each in (memory, stored) if each is not None]
-    return max(found, key=lambda each: each.commits, default=None)  # of equals the first: memory
+def _newest(one: Source | None, other: Source | None) -> Source | None:
+    """Of equals the first."""
+    found = [each for each in (one, other) if each is not None]
+    return max(found, key=lambda each: each.commits, default=None)
 
 
 def _described(source: Source) -> str:

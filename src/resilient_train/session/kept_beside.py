@@ -2,7 +2,7 @@
 
 Two things find it: the text of the loop (``reading/flow.py``), and what the script's objects hold behind two steps
 (``reading/script_contents.py``). For the second, each process of rank 0 looks once behind its first step, which costs
-some milliseconds, and once more when it tells.
+20 to 30 ms, and once more when it tells.
 """
 
 from __future__ import annotations

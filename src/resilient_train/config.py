@@ -339,8 +339,8 @@ def kept_code() -> str:
 
 
 def joins_late() -> bool:
-    """Whether this process is a rank's that takes another one's place."""
-    return os.environ.get(PREFIX + "JOINING") == "1"
+    """Whether this process is a rank's that takes another one's place, in a job that goes on or is started again."""
+    return os.environ.get(PREFIX + "JOINING") == "1" or os.environ.get(ATTEMPT, "0") != "0"
 
 
 def hosted_environ(address: str, port: int, secret_file: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from resilient_train import config
 from resilient_train.config import (
     AgentLink,
     Settings,
@@ -130,3 +131,17 @@ def test_the_launcher_begins_anew_for_one_hash_seed(
     fix_hash_seed()
     assert begun == [[sys.executable, "-O", "resilient-run", "train.py"]] * begins
     assert os.environ["PYTHONHASHSEED"] == ("0" if begins else given)
+
+
+@pytest.mark.parametrize(
+    ("environ", "late"),
+    [({}, False), ({"JOINING": "0"}, False), ({"JOINING": "1"}, True), ({"JOINING": "0", "COUNT": "1"}, True)],
+    ids=["none", "first", "in a place", "all again"],
+)
+def test_who_comes_late(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *, late: bool) -> None:
+    """Files may have changed since the job began, for all ranks too that are started again."""
+    for name, own in (("JOINING", config.PREFIX + "JOINING"), ("COUNT", config.ATTEMPT)):
+        monkeypatch.delenv(own, raising=False)
+        if name in environ:
+            monkeypatch.setenv(own, environ[name])
+    assert config.joins_late() is late

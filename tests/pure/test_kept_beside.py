@@ -35,27 +35,26 @@ def beside(told: Any, loader: Any = None) -> KeptBeside:
     )
 
 
-def test_both_are_told_at_once_and_once() -> None:
-    told, total, rows = Told(), 0, [[0]]
+def trained(told: Any, *, recovered_from: int) -> list[tuple[str, ...]]:
+    """What is told of a loop that keeps two things: its text shows one of them, and their objects both."""
+    total, rows = 0, [[0]]
     kept = beside(told)
     for step in range(5):
         total += step
         for row in rows:
             row.append(step)
-        kept.step_made(None, None, recovered=step > 1)
-    assert told.names == [("total", "rows")]
+        kept.step_made(None, None, recovered=step >= recovered_from)
+    return list(told.names)
+
+
+def test_both_are_told_at_once_and_once() -> None:
+    told = Told()
+    assert trained(told, recovered_from=2) == [("total", "rows")]
     assert told.events == []
 
 
 def test_a_new_process_tells_of_the_text_first() -> None:
-    told, total, rows = Told(), 0, [[0]]
-    kept = beside(told)
-    for step in range(5):
-        total += step
-        for row in rows:
-            row.append(step)
-        kept.step_made(None, None, recovered=True)
-    by_text, by_objects = told.names
+    by_text, by_objects = trained(Told(), recovered_from=0)
     assert by_text == ("total",)
     assert "rows" in by_objects
 

@@ -48,7 +48,6 @@ class TensorKind(NamedTuple):
     constant: Callable[[str], Any]
 
 
-_PLAIN = (type(None), bool, int, float, str, bytes)
 _AS_IT_IS = frozenset((type(None), bool, float, bytes))
 _SURROGATES = frozenset(map(chr, range(0xD800, 0xE000)))
 """In names of files that are not UTF-8 (PEP 383), which msgpack does not take."""
@@ -74,7 +73,7 @@ def flatten(tree: Any, kind: TensorKind) -> tuple[bytes, dict[Path, Any]]:
             return {"I": hex(int(value))}
         if type(value) is str and not value.isascii() and any(map(_SURROGATES.__contains__, value)):
             return {"S": value.encode(errors="surrogatepass")}
-        if type(value) in _PLAIN:
+        if known is int or known is str:
             return value
         if isinstance(value, Mapping):
             return {"D": [[encode(key, path), encode(item, (*path, key))] for key, item in value.items()]}

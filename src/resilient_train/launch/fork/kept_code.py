@@ -113,10 +113,10 @@ class KeptCode:
         if found.startswith(_NAMESPACE):
             self._note(key, found)
         first = "" if again else self._noted(key)
-        if first and not _is_within(first, found) and self._late() and (spec := self._spec_at(name, first, usual)):
+        if first and not _is_within(first, found) and self._late() and (spec := self._spec_at(name, first, found)):
             return spec
         if usual is None and not again and (other := self._noted(key + _BY_OTHERS)) and self._late():
-            return _by_others(self, name, path) or self._spec_at(name, other, None)
+            return _by_others(self, name, path) or self._spec_at(name, other, "")
         if found and not again and not first:
             self._tell_if_elsewhere(name, self._noted(f"{name}{_BY_NAME}"), found)
         return usual
@@ -130,7 +130,8 @@ class KeptCode:
 
     def _note(self, key: str, place: str) -> None:
         """The newest counts: a module that the job writes may come to stand before another one of its name."""
-        if self._noted(key) == place or self._asks_late(key):
+        before = self._noted(key)
+        if before == place or (before and self._late()):  # what a late process finds is no news for others
             return
         note = self._folder / _PLACES / key
         made = note.with_name(f"{note.name}.{os.getpid()}")
@@ -140,16 +141,12 @@ class KeptCode:
                 made.symlink_to(place)
                 made.replace(note)
 
-    def _asks_late(self, key: str) -> bool:
-        """What a process that takes another one's place finds is no news for others."""
-        return bool(self._noted(key)) and self._late()
-
-    def _spec_at(self, name: str, place: str, usual: ModuleSpec | None) -> ModuleSpec | None:
-        """None: it has no copy, and is gone."""
+    def _spec_at(self, name: str, place: str, now: str) -> ModuleSpec | None:
+        """Of what is noted, and of what stands there ``now``. None: it has no copy, and is gone."""
         if place.startswith(_NAMESPACE):
             spec = ModuleSpec(name, None, is_package=True)
-            now = _place_of(usual).splitlines()[1:] if _place_of(usual).startswith(_NAMESPACE) else []
-            spec.submodule_search_locations = [*dict.fromkeys((*place.splitlines()[1:], *now))]
+            more = now.splitlines()[1:] if now.startswith(_NAMESPACE) else []
+            spec.submodule_search_locations = [*dict.fromkeys((*place.splitlines()[1:], *more))]
             return spec
         if not (Path(f"{self._folder}{place}").is_file() or Path(place).is_file()):
             return None

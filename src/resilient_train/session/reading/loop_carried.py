@@ -78,14 +78,12 @@ def loop_carried(
     for loop in reversed(loops if each else loops[-1:]):
         flow = Flow(Scope(frame.f_code, frame.f_globals, variables(frame)), registered, texts)
         flow.behind = names_behind(loop, frame, texts)
-        found = and_also(found, _carried_by(loop, flow, frame.f_code.co_filename))
-        if seen is not None:
-            seen |= flow.seen()
+        found = and_also(found, _carried_by(loop, flow, frame.f_code.co_filename, seen))
     return found
 
 
-def _carried_by(loop: Loop, flow: Flow, file: str) -> LoopCarried | None:
-    return _told_of(flow, lambda: flow.run_loop(loop), f"{file}:{loop.lineno}")
+def _carried_by(loop: Loop, flow: Flow, file: str, seen: set[Key] | None) -> LoopCarried | None:
+    return _told_of(flow, lambda: flow.run_loop(loop), f"{file}:{loop.lineno}", seen)
 
 
 def body_carried(
@@ -109,10 +107,7 @@ def body_carried(
     code = found[0].function.__code__
     scope, registered = Scope(code, found[0].function.__globals__, {}), KnownObjects(known, models, settled)
     flow = Flow(scope, registered, texts or Texts(), given)
-    carried = _told_of(flow, lambda: flow.follow(found), f"{code.co_filename}:{code.co_firstlineno}")
-    if seen is not None:
-        seen |= flow.seen()
-    return carried
+    return _told_of(flow, lambda: flow.follow(found), f"{code.co_filename}:{code.co_firstlineno}", seen)
 
 
 def carried_at(
@@ -144,10 +139,13 @@ def and_also(found: LoopCarried | None, more: LoopCarried | None) -> LoopCarried
     return found._replace(names=tuple(dict.fromkeys((*found.names, *more.names))))
 
 
-def _told_of(flow: Flow, run: Callable[[], None], place: str) -> LoopCarried | None:
+def _told_of(flow: Flow, run: Callable[[], None], place: str, seen: set[Key] | None) -> LoopCarried | None:
     try:
         run()
     except RecursionError:  # an expression of hundreds of parts
         return None
+    finally:
+        if seen is not None:
+            seen |= flow.seen()
     names = flow.carried()
     return LoopCarried(tuple(sorted(names)), place) if names else None

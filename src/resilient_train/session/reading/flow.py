@@ -56,7 +56,7 @@ _ELEMENTS = 16
 _STATEMENTS_MAX = 5000
 """Behind so many a ``for`` is read once: loops in loops over objects of many classes."""
 _CHANGES = ("append", "appendleft", "extend", "extendleft", "insert", "add", "update", "remove", "discard", "clear",
-            "rotate", "reverse", "sort", "put", "itemset", "partition")  # fmt: skip
+            "move_to_end", "rotate", "reverse", "sort", "put", "itemset", "partition")  # fmt: skip
 _MODULE_CHANGES = ("append", "extend", "insert", "pop", "update", "clear", "add_module", "register_module")
 """Of torch's modules that hold others, or parameters."""
 _ANEW = ("clear", "zero_", "fill_", "copy_", "fill", "normal_", "uniform_", "bernoulli_", "random_",
@@ -78,6 +78,8 @@ _TAKES = ("pop", "popleft", "popitem", "setdefault")
 """Of containers; those of tensors end with one underscore."""
 _READS_ENTRY = ("get", "setdefault", "pop")
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_EACH = "[each]"
+"""All tensors of a container: a key of what is sure."""
 Stored = dict[int, str]
 """Containers and tensors, by id, as they are called."""
 
@@ -104,8 +106,12 @@ class Flow:
         """Containers and tensors of before, by id, that it changes in place."""
         self._in_part = set[int]()
         """Tensors of before of which a variable of this pass is a part."""
-        self._anew = set[int]()
+        self._anew: Stored = {}
         """Containers of before in which it has written a tensor as a whole, by another name of that."""
+        self._touched = set[int]()
+        """Containers of before of whose tensors it reads something where it may not have written all of them so."""
+        self._late = set[int]()
+        """Containers of before that a call is given, of which no text has told yet what is read of them."""
         self._used = set[int]()
         """Objects of which it reads something."""
         self._sure = set[Key]()
@@ -131,7 +137,8 @@ class Flow:
         names = [name for key, name in {**self._changed, **kept}.items() if key[0] not in inner]
         entries = {each.partition("[")[0] + each.rpartition("]")[2] for each in names if "[" in each}
         read = self._used | self._registered.read | self._read_behind()
-        filled = [each for key, each in self._filled.items() if key in read and each not in entries]
+        again = {key: each for key, each in self._anew.items() if key in self._touched}
+        filled = [each for key, each in {**self._filled, **again}.items() if key in read and each not in entries]
         now_and_then = [each for key, each in self._set.items() if key not in self._sure]
         unknown = (each for each in sorted(self.behind) if not self._registered.has(self._scope.path(each), each))
         behind = {self._scope.key(each): each for each in unknown}
@@ -198,7 +205,9 @@ class Flow:
                 self._read(node.value)
                 self._change(node.target)
             case ast.For() | ast.AsyncFor():
+                touched, through = set(self._touched), self._standing(node.target, node.iter)
                 self._read(node.iter)
+                self._touched -= {each for stored in through.values() for each in stored if each not in touched}
                 self._assign([node.target], node.iter)
                 self._for_each(node.target, node.iter, lambda: self._run(node.body))
                 self._branches(node.orelse, [])
@@ -275,7 +284,7 @@ class Flow:
             for child in (*node.args, *node.keywords):
                 self._read(child)
             name = self._written_by(node.func.value)
-            self._anew.update(self._stored(name))
+            self._begin_anew(self._stored(name))
             self._wrote(name)
             return
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._fills(node.func):
@@ -291,17 +300,34 @@ class Flow:
                 self._write(ast.Attribute(of, attribute))
                 return
         whole, part = _written_arguments(node) if isinstance(node, ast.Call) else (None, None)
+        touched, handed = set(self._touched), self._late
         for child in ast.iter_child_nodes(node):
             if child is not whole and (not name or (isinstance(node, ast.Subscript) and child is node.slice)):
                 self._read(child)
         if isinstance(node, ast.Call):
+            self._late = self._handed_to(node) & (self._touched - touched)
+            self._touched -= self._late
             self._call(node)
+            self._touched |= self._late
+            self._late = handed
         if whole is not None:
             name = self._written_by(whole.value if isinstance(whole, ast.keyword) else whole)
             if name and not self._stored(name):
                 self._wrote(name)
         if part is not None and self._kept_in(name := self._written_by(part)):
             self._fill(name, of_tensor=True)
+
+    def _handed_to(self, node: ast.Call) -> set[int]:
+        """What it is called with, of before: its text tells what it reads of that, if it can be read."""
+        names = [name for each in (*node.args, *(each.value for each in node.keywords)) if (name := name_of(each))]
+        return {id(self._scope.path(name)[-1]) for name in names if self._scope.is_whole(name)}
+
+    def _begin_anew(self, stored: Stored) -> None:
+        self._anew = {**stored, **self._anew}
+        self._sure |= {(each, _EACH) for each in stored}
+
+    def _touch(self, containers: Iterable[int]) -> None:
+        self._touched.update(each for each in containers if (each, _EACH) not in self._sure)
 
     def _read_comprehension(self, node: ast.AST) -> None:
         """Its own variables are new each time."""
@@ -375,9 +401,11 @@ class Flow:
 
     def _reads(self, name: str) -> None:
         """``a.b`` reads ``a`` as well."""
+        self._touch(self._stored(name))
         if self._is_sure(name):
             return
         path = self._scope.path(name)
+        self._touch(map(id, path))
         self._used.update(map(id, path))
         for length, each in enumerate(prefixes(name), 1):
             if not self._registered.has(path[:length], each) and self._scope.key(each) not in self._bound:
@@ -483,7 +511,7 @@ class Flow:
                 case ast.Subscript(value=of) if stored := self._stored(name_of(of)):
                     self._read(target.slice)
                     if is_all(target.slice):
-                        self._anew.update(stored)
+                        self._begin_anew(stored)
                     else:
                         self._filled = {**stored, **self._filled}
                 case ast.Tuple() | ast.List():
@@ -674,6 +702,7 @@ class Flow:
             given.pop(parameter, None)
             if name and self._scope.is_whole(name) and not self._is_sure(name):
                 given[parameter] = self._scope.path(name)[-1]
+                self._late.discard(id(given[parameter]))
         return given
 
 

@@ -19,10 +19,10 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from resilient_train import script_place
+from resilient_train.frame_variables import variables
 from resilient_train.session.given_again import GivenAgain
 from resilient_train.session.kept_calls import BodyCall
 from resilient_train.session.reading.flow import Flow
-from resilient_train.session.reading.frame_variables import variables
 from resilient_train.session.reading.known_objects import KnownObjects, Registration, Settled
 from resilient_train.session.reading.names import Loop, loops_at, names_behind
 from resilient_train.session.reading.scope import Key, Scope
@@ -76,7 +76,7 @@ def loop_carried(
     found, texts = None, texts or Texts()
     loops, registered = loops_at(frame, texts), KnownObjects(known, models, settled, loaders)
     for loop in reversed(loops if each else loops[-1:]):
-        flow = Flow(Scope(frame.f_code, frame.f_globals, variables(frame)), registered, texts)
+        flow = Flow(Scope(frame.f_code, frame.f_globals, {**frame.f_globals, **variables(frame)}), registered, texts)
         flow.behind = names_behind(loop, frame, texts)
         found = and_also(found, _carried_by(loop, flow, frame.f_code.co_filename, seen))
     return found

@@ -12,25 +12,36 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import enum
 import functools
+import io
 import itertools
 import operator
+import os
 import random
 import sys
+import time
 from array import array
-from collections import UserDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from inspect import CO_OPTIMIZED
+from collections import OrderedDict, UserDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from threading import Event
-from types import FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    FrameType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
 from resilient_train import script_place
-from resilient_train.session.reading.frame_variables import variables
+from resilient_train.frame_variables import is_function, variables
 from resilient_train.session.reading.scope import LOOP
 from resilient_train.session.reading.static_lookup import (
     FUNCTIONS,
@@ -48,17 +59,23 @@ from resilient_train.session.reading.static_lookup import (
 
 _VALUES, _OF_MODULES, _OF_ROOT = 20_000, 4_000, 8_000
 """So many are looked at; of modules that don't run, and of one variable: 10 us each, once or twice in a process."""
+_LIMIT_S = 1.0
 _WIDE, _ENDS, _NAME_MAX = 256, 32, 80
-_BYTES, _MANY, _SOME = 1 << 16, 1 << 14, 64
-"""Of one array or text so many are read; of a tensor that is to be copied for it; of a large array."""
+_BYTES, _SOME = 1 << 16, 64
+"""Of one array or text so many are read; of what is larger, or lies apart, so many elements."""
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _SETS = (set, frozenset)
-_CONTAINERS = (dict, *_SETS, list, tuple, deque)
+_DICTS = (dict, OrderedDict)
+_CONTAINERS = (*_DICTS, *_SETS, list, tuple, deque)
 _PLAIN_OBJECTS = (SimpleNamespace, argparse.Namespace, UserDict, WeakKeyDictionary, WeakValueDictionary, Event)
 _MOVES: tuple[tuple[type, Callable[[Any], Hashable]], ...] = (
     (random.Random, lambda each: hash(each.getstate())),
-    (np.random.Generator, lambda each: repr(each.bit_generator.state)),
-    (np.random.RandomState, lambda each: repr(each.get_state())),
+    (np.random.Generator, lambda each: _of_numpys(each.bit_generator.state)),
+    (np.random.RandomState, lambda each: _of_numpys(each.get_state(legacy=False))),
+    (io.BytesIO, lambda each: None if each.closed else (each.tell(), hash(each.getbuffer()[-_BYTES:].tobytes()))),
+    (io.StringIO, lambda each: None if each.closed else each.tell()),
+    (range, repr),
+    (np.ufunc, repr),
     *((type(each), operator.length_hint) for each in (iter([]), iter(()), iter(range(0)), iter({}))),
     (itertools.count, repr),
 )
@@ -101,6 +118,8 @@ class ScriptContents(NamedTuple):
     """Of these objects, what they hold was looked at by that name."""
     settled: frozenset[tuple[int, str]]
     """Attributes of the user's classes that were left out in one of their objects."""
+    unread: tuple[str, ...]
+    """What could not be looked at, and why."""
 
 
 def contents_of(frames: Iterable[FrameType], left_out: Callable[[HeldPart], bool]) -> ScriptContents:
@@ -114,7 +133,7 @@ def contents_of(frames: Iterable[FrameType], left_out: Callable[[HeldPart], bool
         walk.follow(root, _OF_MODULES)
     for root in _variables_of(running):
         walk.follow(root, _VALUES)
-    return ScriptContents(walk.found, frozenset(walk.opened), frozenset(walk.settled))
+    return ScriptContents(walk.found, frozenset(walk.opened), frozenset(walk.settled), tuple(walk.unread))
 
 
 class _Walk:
@@ -123,7 +142,8 @@ class _Walk:
     def __init__(self, left_out: Callable[[HeldPart], bool]) -> None:
         self._left_out = left_out
         self.found: dict[str, _Seen] = {}
-        self.opened, self.settled = set[str](), set[tuple[int, str]]()
+        self.opened, self.settled, self.unread = set[str](), set[tuple[int, str]](), list[str]()
+        self._until = time.monotonic() + _LIMIT_S
         self._ids, self._kept = set[int](), list[Any]()
         """What was kept can't be freed, so that no other object gets its id."""
 
@@ -131,23 +151,34 @@ class _Walk:
         """What can be reached from there, until ``limit`` values have been seen in all."""
         todo = deque([(root.name, root.value)] if not self._left_out(root) else ())
         limit = min(limit, len(self.found) + _OF_ROOT)
-        while todo and len(self.found) < limit:
+        while todo and len(self.found) < limit and time.monotonic() < self._until:
             name, each = todo.popleft()
             if id(each) in self._ids:
                 continue
             self._ids.add(id(each))
             self._kept.append(each)
-            self.opened.add(name)
-            self.found.setdefault(name, _Seen(_form(each), "", (0, "")))
-            for part in _parts(name, each):
-                of = _kind(type(part.holder))
-                kind = id(of.of), part.key
-                if self._left_out(part):
-                    self.settled |= {kind} if of.is_users else set()
-                    continue
-                self.found.setdefault(part.name, _Seen(_form(part.value), name, kind, of.is_tensor))
-                if not _is_scalar(part.value):
-                    todo.append((part.name, part.value))
+            try:
+                todo += self._open(name, each)
+            except Exception as error:  # a class of anybody's; the others are looked at
+                self.unread.append(f"{name}: {type(error).__name__}: {error}")
+
+    def _open(self, name: str, each: Any) -> Iterator[tuple[str, Any]]:
+        """Notes what it holds; gives what holds something in turn."""
+        self._note(name, each, "", (0, ""))
+        self.opened.add(name)
+        for part in _parts(name, each):
+            of = _kind(type(part.holder))
+            kind = id(of.of), part.key
+            if self._left_out(part):
+                self.settled |= {kind} if of.is_users else set()
+                continue
+            self._note(part.name, part.value, name, kind, of_tensor=of.is_tensor)
+            if not _is_scalar(part.value):
+                yield part.name, part.value
+
+    def _note(self, name: str, value: Any, around: str, kind: tuple[int, str], *, of_tensor: bool = False) -> None:
+        if name not in self.found:
+            self.found[name] = _Seen(_form(value), around, kind, of_tensor)
 
 
 def changed(before: ScriptContents, now: ScriptContents) -> list[str]:
@@ -182,9 +213,8 @@ def _variables_of(running: list[FrameType]) -> Iterator[HeldPart]:
     for frame in reversed(running):
         yield from _variables(frame.f_globals, frame.f_globals, "")
     for frame in reversed(running):
-        code, found = frame.f_code, variables(frame) if frame.f_code.co_flags & CO_OPTIMIZED else {}
-        own = {name: found[name] for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars) if name in found}
-        yield from _variables(own, LOOP if frame is running[0] else "", "")
+        if is_function(frame):
+            yield from _variables(variables(frame), LOOP if frame is running[0] else "", "")
 
 
 def _variables(names: dict[str, Any], holder: Any, before: str) -> Iterator[HeldPart]:
@@ -198,13 +228,13 @@ class _Kind(NamedTuple):
     """Of a class, whatever a metaclass says: that may have an ``__eq__`` and a ``__hash__`` of its own."""
 
     of: type
-    is_scalar: bool
-    is_plain: bool
-    """Of that class itself: to ask another one for its value may run anything."""
+    scalar: Any
+    """The class of values of Python's that it is, by which it is asked: its own methods may be anything."""
+    is_enum: bool
     base: Any
     """The container of Python's that it is; None: it is none."""
     is_tensor: bool
-    """One of torch's own, as ``is_plain``."""
+    """One of torch's own classes."""
     is_array: bool
     is_numpys_scalar: bool
     is_generator: bool
@@ -228,11 +258,13 @@ def _kind(kind: type) -> _Kind:
 
 def _kind_of(kind: type) -> _Kind:
     order, module, name = _ORDER.__get__(kind), str(_MODULE.__get__(kind)), _NAME.__get__(kind)
-    users = (found := sys.modules.get(module)) is not None and _is_users(found)
+    found = sys.modules.get(module)
+    users = found is not None and (_is_users(found) if type(found) is ModuleType else _is_users_class(kind))
+    scalar = next((each for each in order if _is_one_of(each, _SCALARS)), None)
     return _Kind(
         of=kind,
-        is_scalar=any(_is_one_of(each, _SCALARS) for each in order),
-        is_plain=_is_one_of(kind, _SCALARS),
+        scalar=scalar,
+        is_enum=any(each is enum.Enum for each in order),
         base=next((each for each in order if _is_one_of(each, _CONTAINERS)), None),
         is_tensor=module in ("torch", "torch.nn.parameter") and name in _OF_TENSORS,
         is_array=kind is np.ndarray,
@@ -250,12 +282,19 @@ def _is_one_of(kind: type, kinds: Iterable[type]) -> bool:
 
 def _is_users(module: ModuleType) -> bool:
     """Whether its text is the user's."""
-    file = vars(module).get("__file__")
-    return module.__name__ == "__main__" or (type(file) is str and script_place.is_users(file))
+    own = vars(module)
+    file, name = own.get("__file__"), own.get("__name__")
+    return (type(name) is str and name == "__main__") or (type(file) is str and script_place.is_users(file))
+
+
+def _is_users_class(kind: type) -> bool:
+    """Of one whose module is no module any more: ``sys.modules[__name__] = Settings()``."""
+    own = [*next(iter(held_by(kind))).values()]
+    return any(type(each) is FunctionType and script_place.is_users(each.__code__.co_filename) for each in own)
 
 
 def _is_scalar(value: Any) -> bool:
-    return _kind(type(value)).is_scalar
+    return _kind(type(value)).scalar is not None
 
 
 # -- what an object holds
@@ -336,8 +375,8 @@ def _of_module(name: str, module: Any) -> Iterator[HeldPart]:
 def _in_container(name: str, value: Any) -> Iterator[HeldPart]:
     """Of a sequence, what is no value: those are in its form."""
     base = _kind(type(value)).base
-    if base is dict:
-        entries = [*islice(dict.items(value), _WIDE)]
+    if base in _DICTS:
+        entries = [*islice(base.items(value), _WIDE)]
         yield from _entries(name, value, ((key if _can_be_named(key) else ..., each) for key, each in entries))
     elif base is not None and base not in _SETS:
         inner = [*enumerate(islice(base.__iter__(value), _WIDE))]
@@ -362,54 +401,116 @@ def _form(value: Any) -> Hashable:
             return _tensor_form(value)
         except RuntimeError:  # made in inference mode, sparse, ...
             return "tensor"
-    if kind.is_scalar or kind.base is None:
+    if kind.scalar is not None or kind.base is None:
         return _value_form(value, kind)
     length, each = kind.base.__len__(value), kind.base.__iter__(value)
-    if kind.base is dict:
-        return "dict", length
-    if kind.base is set or kind.base is frozenset:
+    if kind.base in _SETS:
         return "set", length, *sorted(repr(one) for one in islice(each, _WIDE) if _can_be_named(one))
+    if kind.base in _DICTS:  # their order is a state: of what was used last
+        ends = *islice(each, _ENDS), *islice(kind.base.__reversed__(value), _ENDS)
+        return "dict", length, *(key for key in ends if _can_be_named(key))
     if kind.base is deque:
         last: Iterable[Any] = islice(deque.__reversed__(value), _ENDS)
     else:
         last = kind.base.__getitem__(value, slice(-_ENDS, None))
-    ends = ((one, _kind(type(one))) for one in (*islice(each, _ENDS), *last))
-    return kind.base.__name__, length, *(_value_form(one, of) for one, of in ends if of.is_scalar)
+    inner = ((one, _kind(type(one))) for one in (*islice(each, _ENDS), *last))
+    return kind.base.__name__, length, *(_value_form(one, of) for one, of in inner if of.scalar is not None)
 
 
 def _value_form(value: Any, kind: _Kind) -> Hashable:
     """Of classes of Python's, NumPy's and torch's own; of others their names."""
     name = str(_NAME.__get__(kind.of))
-    if kind.of is float or kind.of is complex or kind.is_numpys_scalar:
-        return repr(value)  # NaN is what it was
-    if kind.of is str or kind.of is bytes or kind.of is bytearray or kind.of is array:
-        ends = value[:_BYTES], value[-_BYTES:]
-        return name, len(value), hash(tuple(map(bytes, ends)) if kind.of is bytearray or kind.of is array else ends)
-    if kind.is_plain:
-        return (value,)
+    if kind.is_enum:
+        return name, str(attributes_of(value).get("_name_"))
+    if kind.is_numpys_scalar:
+        return _numpys_form(value)
+    if kind.scalar is not None:
+        return _scalar_form(value, kind)
+    if kind.of is bytearray or kind.of is array:
+        return name, len(value), hash((bytes(value[:_BYTES]), bytes(value[-_BYTES:])))
     if kind.is_array:
         return _array_form(value)
     if kind.is_generator:
-        return hash(tuple(value.get_state().tolist()))
+        return hash(value.get_state().numpy().tobytes())
+    if is_class(value):
+        return str(_MODULE.__get__(value)), str(_NAME.__get__(value))
+    if kind.of is FunctionType or kind.of is MethodType:  # which one of several that take turns
+        return name, value.__code__.co_filename, value.__code__.co_firstlineno
+    if kind.of is BuiltinFunctionType:
+        return name, value.__qualname__
     return name, "" if kind.moves is None else kind.moves(value)
+
+
+def _scalar_form(value: Any, kind: _Kind) -> Hashable:
+    if kind.scalar is str or kind.scalar is bytes:
+        ends = (kind.scalar.__getitem__(value, each) for each in (slice(_BYTES), slice(-_BYTES, None)))
+        return kind.scalar.__name__, kind.scalar.__len__(value), hash((*ends,))
+    if kind.scalar is kind.of and kind.of is not float and kind.of is not complex:
+        return (value,)
+    return str(kind.scalar.__repr__(value))  # NaN is what it was
+
+
+def _numpys_form(value: Any) -> Hashable:
+    if value.dtype.hasobject:
+        return str(value.dtype)
+    return repr(value) if value.nbytes <= _NAME_MAX and value.dtype.fields is None else hash(value.tobytes())
+
+
+def _of_numpys(state: Any) -> Hashable:
+    """Of a generator's: dictionaries of numbers, names and arrays."""
+    if type(state) is dict:
+        return tuple((key, _of_numpys(each)) for key, each in state.items())
+    return hash(state.tobytes()) if type(state) is np.ndarray else repr(state)
 
 
 def _array_form(value: Any) -> Hashable:
     """Of a large one some elements: it may be a file, and longer than the memory."""
     if value.dtype.hasobject:
         return value.shape, ""
-    if value.nbytes <= _BYTES:
-        return value.shape, hash(value.tobytes())
-    some = [value.flat[at] for at in range(0, value.size, -(-value.size // _SOME))]
-    return value.shape, hash(np.array(some, dtype=value.dtype).tobytes())
+    address, item = value.__array_interface__["data"][0], value.itemsize
+    if value.nbytes <= _BYTES and (value.flags.c_contiguous or value.flags.f_contiguous):
+        return value.shape, hash(_memory(address, value.nbytes))
+    some = range(0, value.size, -(-value.size // _SOME))
+    return value.shape, hash(_elements(address, item, value.shape, value.strides, some))
 
 
 def _tensor_form(tensor: Any) -> Hashable:
-    on_host, count = tensor.device.type == "cpu", tensor.numel()
+    on_host, count, item = tensor.device.type == "cpu", tensor.numel(), tensor.element_size()
     form = (str(tensor.dtype), tuple(tensor.shape), 0 if on_host and count <= 2 * _ENDS else tensor._version)  # noqa: SLF001
-    if not on_host or tensor.untyped_storage().nbytes() < count * tensor.element_size():
+    if not on_host or tensor.untyped_storage().nbytes() < count * item:
         return *form, tensor.data_ptr()
-    if count > _MANY and not tensor.is_contiguous():  # to make it flat is to copy it
-        return form
-    flat = tensor.detach().flatten()
-    return *form, hash((repr(flat[:_ENDS].tolist()), repr(flat[-_ENDS:].tolist())))  # kept for the whole job
+    shape, strides = tuple(tensor.shape), [each * item for each in tensor.stride()]
+    spread = sum((each - 1) * stride for each, stride in zip(shape, strides, strict=True))
+    if count and spread == (count - 1) * item:  # nothing else is among it, in whatever order
+        address, ends = tensor.data_ptr(), min(count, _ENDS) * item
+        return *form, hash((_memory(address, ends), _memory(address + count * item - ends, ends)))
+    some = sorted({*range(min(count, _ENDS)), *range(max(count - _ENDS, 0), count)})
+    return *form, hash(_elements(tensor.data_ptr(), item, shape, strides, some))
+
+
+def _elements(address: int, item: int, shape: Sequence[int], strides: Sequence[int], some: Iterable[int]) -> Hashable:
+    """Of an array that lies there its elements of these numbers."""
+    found = list[bytes]()
+    for each in some:
+        at, rest = address, each
+        for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+            rest, step = divmod(rest, length)
+            at += step * stride
+        found.append(_memory(at, item))
+    return tuple(found)
+
+
+def _memory(address: int, count: int) -> bytes:
+    """What lies there. Empty: nothing can be read there, as where a mapped file has become shorter: to touch it ends
+    the process. Nor may a page of a large file be fetched for long; the kernel does what it can.
+    """
+    try:
+        memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)  # of a parent's, if it was kept over a fork
+    except OSError:
+        return b""
+    try:
+        return os.pread(memory, count, address)
+    except (OSError, OverflowError):
+        return b""
+    finally:
+        os.close(memory)

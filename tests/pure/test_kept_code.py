@@ -70,6 +70,39 @@ def test_a_second_module_of_the_same_file_has_the_same_text(folder: Path, tmp_pa
     assert [read(later, path, "os"), read(later, path), read(first, path)] == ["a = 1"] * 3
 
 
+def test_a_file_that_the_job_writes_anew_is_a_module_of_another_name(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``spec_from_file_location(f"rule_{n}", path)``; the repository ships the first text."""
+    path = written(tmp_path / "rule.py", "a = 0")
+    first = KeptCode(folder)
+    assert read(first, path, "json") == "a = 0"
+    for number, name in enumerate(("re", "os", "sys"), 1):
+        written(tmp_path / "rule.py", f"a = {number}", ago_s=-number)
+        assert read(first, path, name) == f"a = {number}"
+        os.utime(path, ns=(0, 0))
+        assert read(KeptCode(folder), path, name) == f"a = {number}"  # a new process, for which it is no news
+        written(tmp_path / "rule.py", f"a = {number}", ago_s=-number)
+    assert capsys.readouterr().err.count("is read once more, as the module re,") == 1
+
+
+def test_copies_are_no_files_of_python(folder: Path, tmp_path: Path) -> None:
+    """A script may look for all of them below the folder that it lies in, where the run directory is as well."""
+    read(KeptCode(folder), written(tmp_path / "train.py", "a = 1"))
+    assert [each.name for each in tmp_path.rglob("*.py")] == ["train.py"]
+    assert [each.read_text() for each in tmp_path.rglob("*.kept")] == ["a = 1"]
+
+
+def test_a_working_directory_that_is_gone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    kept = KeptCode(folder)
+    written(tmp_path / "there.py", "a = 1")
+    assert imported(kept, "there", tmp_path, Path()) == str(tmp_path / "there.py")
+
+
 def test_a_text_that_is_read_anew_takes_the_place_of_the_copy(folder: Path, tmp_path: Path) -> None:
     """A new process of another rank than the one that writes the file has what the others have."""
     written_before, written_by_job = (str(tmp_path / each) for each in ("before.py", "job.py"))

@@ -7,7 +7,8 @@ folder of the job's, and everybody reads the copy. Who imports a module notes wh
 place imports it from there. A job that is started again has a new folder.
 
 A text that was written since this process began is read from the file itself: the job writes such files by itself, and
-a new process writes them again. One that a process reads anew (``importlib.reload``) takes the copy's place.
+a new process writes them again. One that a process reads anew (``importlib.reload``, or as a module of another name)
+takes the copy's place.
 
 Of installed packages nothing is kept, nor of what is no Python source. Other programs that a rank starts (workers of a
 data loader by ``spawn``, too) read what is there.
@@ -26,7 +27,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -42,6 +43,9 @@ _PLACES, _BY_NAME, _BY_OTHERS = ".places", ".name", ".other"
 alone. What a finder of somebody else's gives may be each rank's own: it counts only where nobody finds any.
 """
 _NAMESPACE = "namespace"
+_COPY = ".kept"
+"""Behind the names of copies: the run directory may lie where a script looks for all ``*.py``."""
+_SCRIPT = "__main__"
 _TRIES = 3
 
 
@@ -59,6 +63,13 @@ def begin(run_dir: Path) -> Path | None:
     return folder
 
 
+class _Asked(NamedTuple):
+    looks: tuple[int, int]
+    names: set[str]
+    """Of the modules that it was read as. The script may be imported by its name as well, later (``-m``)."""
+    is_told: bool = False
+
+
 class KeptCode:
     """``folder`` is the copies'. Where none can be made or read, the file itself counts. ``late``: whether this
     process takes another one's place; one that waits in the script is not to be asked without need.
@@ -70,10 +81,8 @@ class KeptCode:
         self._began_ns = time.time_ns()
         self._copies: dict[str, str] = {}
         """Those that this process reads; empty: the file itself."""
-        self._asked: dict[tuple[str, str], tuple[int, int]] = {}
-        """Modules for which this process has asked for the time of a file, as it does in front of each import; and how
-        that looked.
-        """
+        self._asked: dict[str, _Asked] = {}
+        """Files for whose time this process has asked, as it does in front of each import."""
         self._imported = set[str]()
         """Their names."""
         self._sought: dict[str, str] = {}
@@ -104,7 +113,7 @@ class KeptCode:
         name and out of these folders; but not once it has imported it itself: who imports again wants what there is.
         """
         usual = PathFinder.find_spec(name, path, target)
-        folders = [os.path.abspath(each) for each in (sys.path if path is None else path) if isinstance(each, str)]  # noqa: PTH100
+        folders = [_absolute(each) for each in (sys.path if path is None else path) if isinstance(each, str)]
         if not any(map(is_users, folders)):
             return usual
         key = xxhash.xxh3_64_hexdigest("\n".join([name, *folders]).encode(errors="surrogateescape"))
@@ -116,7 +125,9 @@ class KeptCode:
         if first and not _is_within(first, found) and self._late() and (spec := self._spec_at(name, first, found)):
             return spec
         if usual is None and not again and (other := self._noted(key + _BY_OTHERS)) and self._late():
-            return _by_others(self, name, path) or self._spec_at(name, other, "")
+            theirs = _by_others(self, name, path)
+            self._tell_if_elsewhere(name, other, _place_of(theirs))
+            return theirs or self._spec_at(name, other, "")
         if found and not again and not first:
             self._tell_if_elsewhere(name, self._noted(f"{name}{_BY_NAME}"), found)
         return usual
@@ -148,7 +159,7 @@ class KeptCode:
             more = now.splitlines()[1:] if now.startswith(_NAMESPACE) else []
             spec.submodule_search_locations = [*dict.fromkeys((*place.splitlines()[1:], *more))]
             return spec
-        if not (Path(f"{self._folder}{place}").is_file() or Path(place).is_file()):
+        if not (Path(self._place_of_copy(place)).is_file() or Path(place).is_file()):
             return None
         within = [os.path.dirname(place)] if place.endswith("/__init__.py") else None  # noqa: PTH120
         loader = SourceFileLoader(name, place)
@@ -156,10 +167,12 @@ class KeptCode:
 
     def _tell_if_elsewhere(self, name: str, first: str, now: str) -> None:
         """The folders in which it is looked for are others: a link was followed by the script itself."""
-        if not first or first == now:
+        if not (first and now) or first == now:
             return
         with contextlib.suppress(OSError):
-            if first.startswith(_NAMESPACE) or Path(f"{self._folder}{first}").read_bytes() == Path(now).read_bytes():
+            if first.startswith(_NAMESPACE):
+                return
+            if Path(self._place_of_copy(first)).read_bytes() == Path(now).read_bytes():
                 return
             if not self._late():
                 return
@@ -183,13 +196,12 @@ class KeptCode:
         return text
 
     def scripts_folder(self, now: str) -> str:
-        """What ``now`` was in the first process: a link may lead elsewhere now. If it is gone, that of the copies."""
+        """What ``now`` was in the first process: a link may lead elsewhere now. It may be gone: modules have copies."""
         copy = f"{self._folder}/{_SCRIPTS_FOLDER}"
         try:
             if self._folder.is_dir():
                 _leave(os.fsencode(now), copy)
-            first = os.fsdecode(Path(copy).read_bytes())
-            return first if Path(first).is_dir() else f"{self._folder}{first}"
+            return os.fsdecode(Path(copy).read_bytes())
         except OSError:
             return now
 
@@ -197,16 +209,25 @@ class KeptCode:
         """It is about to be imported. Once more, and the file has changed: what it is now is kept, for all. Not
         ``plainly``: by a loader that may change the text, so that no other one could load it.
         """
-        now, once = _looks_of(path), self._asked
         self._imported.add(module)
         if (key := self._sought.pop(module, "")) and plainly:
-            self._note(key, os.path.abspath(path))  # noqa: PTH100 - links are not followed
+            self._note(key, _absolute(path))
             if not self._noted(f"{module}{_BY_NAME}"):
-                self._note(f"{module}{_BY_NAME}", os.path.abspath(path))  # noqa: PTH100
-        of = module if module in sys.modules else "__main__", path  # `-m`: it may be imported by its name as well
-        if once.setdefault(of, now) == now:
+                self._note(f"{module}{_BY_NAME}", _absolute(path))
+        name = module if module in sys.modules else _SCRIPT
+        now = _looks_of(path)
+        first = self._asked.setdefault(path, _Asked(now, {name}))
+        is_first = name not in first.names
+        if first.looks == now or (is_first and (_SCRIPT in first.names or now[0] <= self._began_ns)):
+            first.names.add(name)
             return
-        once[of] = now
+        if is_first and not first.is_told:
+            say_aside(
+                f"{path} is read once more, as the module {name}, and was written since: it is taken as it is, so if "
+                "the job has not written it itself the bits may not be those of the undisturbed run "
+                "(docs/how-to/schedulers.md, New code)"
+            )
+        self._asked[path] = _Asked(now, {*first.names, name}, is_first or first.is_told)
         linecache.cache.pop(path, None)
         try:
             text, stats = _read(path)
@@ -219,7 +240,7 @@ class KeptCode:
         return not copy or (_is_as_it_was(path, copy) and Path(path).read_bytes() == Path(copy).read_bytes())
 
     def _place_of_copy(self, path: str) -> str:
-        return f"{self._folder}{os.path.abspath(path)}"  # noqa: PTH100 - links are not followed
+        return f"{self._folder}{_absolute(path)}{_COPY}"
 
     def _copy_of(self, path: str) -> str:
         if path not in self._copies:
@@ -282,12 +303,20 @@ def _place_of(spec: ModuleSpec | None) -> str:
     if spec is None:
         return ""
     if type(spec.loader) is SourceFileLoader:
-        origin = os.path.abspath(spec.origin or "")  # noqa: PTH100 - links are not followed
+        origin = _absolute(spec.origin or "")
         return origin if _is_source(origin) else ""
-    folders = [os.path.abspath(each) for each in spec.submodule_search_locations or ()]  # noqa: PTH100
+    folders = [_absolute(each) for each in spec.submodule_search_locations or ()]
     if spec.origin is None and folders and all(map(is_users, folders)):
         return "\n".join([_NAMESPACE, *folders])
     return ""
+
+
+def _absolute(path: str) -> str:
+    """Links are not followed."""
+    try:
+        return os.path.abspath(path)  # noqa: PTH100
+    except OSError:  # the working directory is gone
+        return path
 
 
 def _is_source(path: str) -> bool:

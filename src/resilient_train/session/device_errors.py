@@ -50,14 +50,16 @@ class DeviceErrors:
             "process ends so that it is replaced"
         )
 
-    def check_after_update(self) -> None:
-        """There a step can't be left (decision 12). Raises DeviceError if memory lost data."""
+    def check_after_update(self, error: BaseException) -> None:
+        """There a step can't be left (decision 12). Raises DeviceError if memory lost data, or the error is its own."""
         ranges = self._device.errors(wait=True) if self._mends else []
         if ranges:
             raise DeviceError(
                 f"rank {self._peers.rank}: {sum(each.size for each in ranges)} bytes of its device's memory lost data "
                 "after the update, where a step can't be left; this process ends so that it is replaced"
             )
+        if self.kind_of(error):
+            raise self.failed(f"{type(error).__name__}: {error}")
 
     def suspected(self) -> bool:
         """Whether the device says that memory lost data, also where nobody is to mend it: nothing is whole then."""

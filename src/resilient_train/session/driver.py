@@ -1221,10 +1221,17 @@ class Driver:
             fail_stop(self._notices.event, "worker_lost", told)
 
     def outlive_behind(self, error: BaseException | None) -> None:
-        """``outlive`` for what was raised behind the body: one that was cut may not have bound all names."""
+        """``outlive`` for what was raised behind the body: one that was cut may not have bound all names, and what
+        stands there may be for the device.
+        """
         if self._is_fork:
             return
         self.outlive(error)
+        if isinstance(error, Exception) and self._begun and not self._told_end:
+            try:
+                self._device.check_after_update(error)
+            except DeviceError as failure:
+                self._fail_stop(failure)
         if isinstance(error, NameError) and self._rank.redoable:
             told = (
                 f"rank {self._link.rank} is replaced: a fault cut the body of its step, and the code behind it uses "

@@ -38,9 +38,7 @@ class Explainer:
         text = f"{type(error).__name__}: {error}"
         kind = self._device.kind_of(error)
         if standing.phase is Phase.APPLIED:
-            self._device.check_after_update()
-            if kind:
-                raise self._device.failed(text)
+            self._device.check_after_update(error)
             return Exit("error", text)
         if standing.phase is Phase.COMPUTE and self._peers.stop_raised(generation):
             return Exit("fault", text)  # and the device is not waited for

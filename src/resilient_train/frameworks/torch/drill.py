@@ -83,7 +83,7 @@ class TorchDrill:
             found = isinstance(output, torch.Tensor)
             self._call_with((f"output of {type(module).__name__}", output) if found else None, call)
 
-        self._hooks.append(self._middle_leaf().register_forward_hook(hook))
+        self._hook_middle(hook)
 
     def call_in_backward(self, call: Callable[[], None]) -> None:
         if self._state.sharding:
@@ -106,18 +106,46 @@ class TorchDrill:
                 name = f"gradient of the output of {type(module).__name__}"
                 output.register_hook(lambda gradient: self._call_with((name, gradient), call))  # type: ignore[no-untyped-call] # torch's
 
-        self._hooks.append(self._middle_leaf().register_forward_hook(hook))
+        self._hook_middle(hook)
 
-    def _middle_leaf(self) -> torch.nn.Module:
-        """Of those that are trained, if any are: what comes of others may have no gradient."""
-        leaves: list[torch.nn.Module] = [
-            module for model in self._objects.models for module in model.modules() if not any(module.children())
+    def _hook_middle(self, hook: Callable[[torch.nn.Module, Any, Any], None]) -> None:
+        """Behind the middle leaf; where nobody calls that (the ``out_proj`` of torch's attention), behind the innermost
+        part around it that is called.
+        """
+        leaf, *around = self._middle()
+        ran = False
+
+        def begin(_module: torch.nn.Module, _arguments: Any) -> None:
+            nonlocal ran
+            ran = False
+
+        def behind(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+            nonlocal ran
+            if module is leaf or not ran:
+                ran = True
+                hook(module, arguments, output)
+
+        self._hooks += [each.register_forward_pre_hook(begin) for each in around]
+        self._hooks += [each.register_forward_hook(behind) for each in (leaf, *around)]
+
+    def _middle(self) -> list[torch.nn.Module]:
+        """The middle leaf and what it lies in, outwards. Of the leaves that are trained, if any are: what comes of
+        others may have no gradient.
+        """
+        leaves = [
+            (model, name, module)
+            for model in self._objects.models
+            for name, module in model.named_modules()
+            if not any(module.children())
         ]
-        trained = [each for each in leaves if any(parameter.requires_grad for parameter in each.parameters())]
+        trained = [each for each in leaves if any(parameter.requires_grad for parameter in each[2].parameters())]
         updated = self._updated()
-        found = [each for each in trained if any(id(parameter) in updated for parameter in each.parameters())]
+        found = [each for each in trained if any(id(parameter) in updated for parameter in each[2].parameters())]
         found = found or trained or leaves
-        return found[len(found) // 2]
+        model, name, leaf = found[len(found) // 2]
+        parts = name.split(".")[:-1] if name else []
+        around = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts), -1, -1)]
+        return [leaf, *(each for each in around if each is not leaf)]
 
     def _updated(self) -> set[int]:
         """The parameters of optimizers, by id. An average of weights, or a target network, is a model without."""

@@ -41,11 +41,11 @@ def frames() -> Iterator[FrameType]:
 
 def is_users(name: str) -> bool:
     """Whether the file of that name is neither this package's nor a library's."""
-    return not (name.startswith((PACKAGE, "<frozen")) or _is_library(name))
+    return not (_is_library(name) or name.startswith((PACKAGE, "<frozen")))
 
 
 def _is_library(name: str) -> bool:
-    return name.startswith(_STDLIB) or any(part in name for part in _INSTALLED)
+    return _INSTALLED[0] in name or name.startswith(_STDLIB) or _INSTALLED[1] in name  # asked of thousands of modules
 
 
 def line() -> str:

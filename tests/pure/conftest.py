@@ -1,5 +1,6 @@
 """What several files test with: refused commands; probes of look-alike libraries, each with a control memory."""
 
+import gc
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,17 @@ from resilient_train.testing.fake_device import VARIABLE, FakeDevice, library
 
 settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
+
+
+@pytest.fixture
+def as_in_a_fork() -> Iterator[None]:
+    """What there is now, the collector does not look at: pytest holds half a million objects, a rank its script's."""
+    from resilient_train.frameworks.torch import listed_objects  # not where there is no torch
+
+    gc.freeze()
+    listed_objects._in_fork()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from resilient_train.frameworks.torch.call_codec import bytes_of, fill_all  # no
 from resilient_train.frameworks.torch.derived_values import DerivedValues  # noqa: E402
 from resilient_train.frameworks.torch.storages import memory_of  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("as_in_a_fork")]
 
 
 class Told:

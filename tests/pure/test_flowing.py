@@ -25,7 +25,7 @@ from resilient_train.frameworks.torch.flowing import Flowing  # noqa: E402
 from resilient_train.session.carried import Carried  # noqa: E402
 from resilient_train.session.step import Steps  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("as_in_a_fork")]
 WINDOWS = 14
 REFUSED_IN = 6
 """The first window makes tables; in the five behind the next one it is seen."""

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from resilient_train.errors import UsageError  # noqa: E402
 from resilient_train.frameworks.torch import pipelines  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("as_in_a_fork")]
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from resilient_train.frameworks.torch.unregistered import Unregistered  # noqa: 
 from resilient_train.protocol.messages import SetUp  # noqa: E402
 from resilient_train.state.set_up_record import Recorded, SetUpRecord  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("as_in_a_fork")]
 BIG = 20_000
 
 

@@ -16,7 +16,7 @@ from resilient_train.frameworks.roles import Objects  # noqa: E402
 from resilient_train.frameworks.torch.storages import registered  # noqa: E402
 from resilient_train.frameworks.torch.unregistered import Unregistered  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("as_in_a_fork")]
 
 
 class Odd(nn.Module):

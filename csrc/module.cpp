@@ -395,6 +395,7 @@ NB_MODULE(_native, module) {
         for (const Glance::Seen& each : self.seen()) contents.append(nb::bytes(each.held.data(), each.held.size()));
         return contents;
       });
+  bind_frames(module);
   bind_objects(module);
   bind_snapshot(module);
   module.def("read_process_memory", &copy_spans, "pid"_a, "spans"_a);

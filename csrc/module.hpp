@@ -55,6 +55,7 @@ class PyBoard {
 };
 
 void bind_foreign_threads(nanobind::module_& module);
+void bind_frames(nanobind::module_& module);
 void bind_objects(nanobind::module_& module);
 void bind_page(nanobind::module_& module);
 void bind_snapshot(nanobind::module_& module);

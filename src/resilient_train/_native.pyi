@@ -6,6 +6,7 @@ system call an OSError with its errno.
 """
 
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 from typing_extensions import Buffer
@@ -312,6 +313,9 @@ ASCEND_WORDS: tuple[tuple[str, str], ...]
 
 def ascend_kind(library: Literal["acl", "hccl"], code: int) -> str:
     """What an error of that number means, as the kind of a finding; empty: it is the program's own."""
+
+def function_variables(frame: FrameType) -> dict[str, Any]:
+    """Of a function that runs: what its names hold now, those of functions around it as well."""
 
 def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
     """Whether both are of the very same objects. Does not touch these."""

@@ -19,12 +19,16 @@ class Told:
     def __init__(self, *, is_speaker: bool = True) -> None:
         self.is_speaker = is_speaker
         self.names, self.events = list[tuple[str, ...]](), list[tuple[str, Any]]()
+        self.said = ""
 
     def carried(self, found: LoopCarried) -> None:
         self.names.append(found.names)
 
     def event(self, kind: str, detail: Any) -> None:
         self.events.append((kind, detail))
+
+    def say(self, text: str) -> None:
+        self.said = text
 
 
 def beside(told: Any, loader: Any = None) -> KeptBeside:
@@ -93,3 +97,4 @@ def test_what_can_not_be_looked_at_takes_nothing_from_the_text(monkeypatch: pyte
         kept.step_made(None, None, recovered=step > 1)
     assert told.names == [("total",)]
     assert told.events == [("loop_unread", {"error": "TypeError: an object"})]
+    assert "could not be found out (TypeError: an object)" in told.said

@@ -111,6 +111,14 @@ LOOPS = {
     "of what is new": ("for a in [Mean()]:\n    a.mul_(0.9)", ()),
     "of what is registered, one by one": ("for a in mine:\n    a.mul_(0.9)", ()),
     "begun anew, one by one": ("for a in stored:\n    a.zero_()", ()),
+    "begun anew, and read behind it": ("for a in stored:\n    a.zero_()\nuse(stored[0])\nuse(a for a in stored)", ()),
+    "begun anew, and read before": ("use(stored[0])\nfor a in stored:\n    a.zero_()", ("stored",)),
+    "what they were": ("use(len(a) for a in stored)\nfor a, p in zip(stored, use_all()):\n    a.copy_(p)", ("stored",)),
+    "what each was": ("for a, p in zip(stored, use_all()):\n    use(a)\n    a.copy_(p)", ("stored",)),
+    "what each was, by slices": ("for k, a in enumerate(stored):\n    use(a)\n    a[:] = k", ("stored",)),
+    "what it was, put in": ("for a in stored:\n    a.copy_(a.mul_(2))", ("stored",)),
+    "begun anew now and then": ("if step % 8:\n    for a in stored:\n        a.zero_()\nuse(stored[0])", ("stored",)),
+    "as it is handed on": ("use(stored)\nfor a in stored:\n    a.zero_()", ("stored",)),
     "logs, one by one": ("for log in logs.values():\n    log.append(step)", ()),
     "all of it, by what it was": ("array[:] = 0.9 * array + step", ("array",)),
     "all of it": ("array[:] = step\nuse(array)", ()),
@@ -132,9 +140,12 @@ class Mean:
     def mul_(self, *_: object) -> Mean:
         return self
 
-    add_ = zero_ = __iadd__ = detach = view = mul_
+    add_ = zero_ = copy_ = __iadd__ = detach = view = mul_
     data = property(mul_)
     __mul__ = mul_
+
+    def __setitem__(self, *_: object) -> None:
+        """As a tensor's."""
 
 
 class Thing:
@@ -372,6 +383,12 @@ CALLED = {
     "an entry of some key": ("def f(k):\n    counts[k] = counts[k] + 1", "f(step)", ("counts[k] in f",)),
     "or by get": ("def f(k):\n    counts[k] = counts.get(k, 0) + 1", "f(step)", ("counts[k] in f",)),
     "written before it is read": ("def f(k):\n    counts[k] = 1\n    use(counts[k])", "f(step)", ()),
+    "begun anew by a function": ("def f(of):\n    for a in of:\n        a.zero_()", "f(stored)\nuse(stored[0])", ()),
+    "kept by a function": (
+        "def f(of):\n    use(of[0])\n    for a in of:\n        a.zero_()",
+        "f(stored)",
+        ("of in f",),
+    ),
     "a default": ("def f(k, seen={}):\n    seen[k] = seen.get(k, 0) + 1", "f(step)", ("seen[k] in f",)),
     "entries": ("def f():\n    counts['n'] = counts['n'] + 1", "f()", ("counts['n'] in f",)),
 }

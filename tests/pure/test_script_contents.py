@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import array
+import enum
 import functools
+import io
 import itertools
+import mmap
 import random
 import sys
 import textwrap
 import threading
+import time
 import weakref
-from collections import UserDict, defaultdict, deque
+from collections import OrderedDict, UserDict, defaultdict, deque
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -19,10 +24,25 @@ import numpy as np
 import pytest
 import torch
 
+from resilient_train.session.reading import script_contents
 from resilient_train.session.reading.scope import LOOP
 from resilient_train.session.reading.script_contents import changed, contents_of
 
-NAMES = (array, functools, itertools, random, threading, weakref, UserDict, defaultdict, deque, SimpleNamespace, np)
+NAMES = (
+    array,
+    functools,
+    io,
+    itertools,
+    OrderedDict,
+    random,
+    threading,
+    weakref,
+    UserDict,
+    defaultdict,
+    deque,
+    SimpleNamespace,
+    np,
+)
 """The texts below use them."""
 
 
@@ -57,6 +77,36 @@ class Proxy:
     def __getattribute__(self, name: str) -> Any:
         Proxy.asked += 1
         raise RuntimeError(name)
+
+
+class Mode(enum.Enum):
+    WARM = 1
+    MAIN = 2
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Rate(float):
+    def __repr__(self) -> str:
+        raise RuntimeError("a repr of the user's")
+
+    __eq__ = __hash__ = __repr__  # type: ignore[assignment]
+
+
+class Settings:
+    """``sys.modules[__name__] = Settings()``."""
+
+    lr = 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+Settings.__module__ = "settings_of_a_test"
+sys.modules[Settings.__module__] = IN_THE_PLACE_OF_ITS_MODULE = Settings()  # type: ignore[assignment]
 
 
 class Name(str):
@@ -162,6 +212,25 @@ FOUND = {
     "of weak keys": ("k = Meter()\nx = weakref.WeakKeyDictionary({k: 0})", "x[k] += 1", ["x.data"]),
     "the end of a long list": ("x = [[0] * 10**5, deque([0] * 10**5)]", "x[0][-1] = x[1][-1] = 1", ["x"]),
     "NaN that is a number now": ("x = Meter()\nx.sum = float('nan')", "x.sum = 1.0", ["x.sum"]),
+    "one of several modes": ("x = Meter()\nx.inner = Mode.WARM", "x.inner = Mode.MAIN", ["x.inner"]),
+    "and of numbers with names": ("x = Meter()\nx.inner = Level.LOW", "x.inner = Level.HIGH", ["x.inner"]),
+    "a number of a class of its own": ("x = Meter()\nx.inner = Rate(1)", "x.inner = Rate(2)", ["x.inner"]),
+    "a text of a class of its own": ("x = Meter()\nx.inner = Name('a')", "x.inner = Name('b')", ["x.inner"]),
+    "a function of C": ("x = Meter()\nx.inner = torch.tanh", "x.inner = torch.sigmoid", ["x.inner"]),
+    "a function": ("x = Meter()\nx.inner = made_hook", "x.inner = hung", ["x.inner"]),
+    "a function of NumPy's": ("x = Meter()\nx.inner = np.sin", "x.inner = np.cos", ["x.inner"]),
+    "a class": ("x = Meter()\nx.inner = Meter", "x.inner = Slots", ["x.inner"]),
+    "the order of a dict": ("x = {1: [], 2: []}", "x[1] = x.pop(1)", ["x"]),
+    "the order of what was used last": ("x = OrderedDict(a=1, b=2)", "x.move_to_end('a')", ["x"]),
+    "where it is in a file": ("x = [io.BytesIO(b'ab'), io.StringIO('ab')]", "for f in x: f.read(1)", ["x"]),
+    "what a file holds": ("x = [io.BytesIO(b'ab')]", "x[0].getbuffer()[0] = 1", ["x"]),
+    "a column": ("x = [torch.zeros(9, 9)[:, 1], np.zeros((9, 9))[:, 1]]", "for a in x: a[8] = 1", ["x"]),
+    "of another order": ("x = [torch.zeros(9, 5).t()]", "x[0].data[4, 8] = 1", ["x"]),
+    "what a class that took its module's place has": (
+        "x = [IN_THE_PLACE_OF_ITS_MODULE]",
+        "for c in x: c.lr = c.lr + 1",
+        ["IN_THE_PLACE_OF_ITS_MODULE.lr"],
+    ),
     "another kind of object": ("x = Meter()\nx.inner = Slots()", "x.inner = Record()", ["x.inner", "x.inner.best"]),
 }
 NOT_FOUND = {
@@ -275,6 +344,51 @@ def test_no_value_of_the_script_lives_longer() -> None:
     script.at_step()
     assert sys.getrefcount(inner) == references - 2
     assert kept.seen
+
+
+def test_a_mapped_file_that_has_become_shorter_ends_nobody(tmp_path: Path) -> None:
+    """To touch what is behind its end is SIGBUS."""
+    (tmp_path / "cache").write_bytes(bytes(8 * mmap.PAGESIZE))
+    mapped = np.memmap(tmp_path / "cache", dtype=np.float32, mode="r+")
+    kept = [torch.from_numpy(mapped), np.asarray(mapped), torch.from_numpy(mapped)[::3], mapped[::5], mapped]
+    looks = [contents_of([sys._getframe()], lambda _: False)]
+    mapped[-1] = 1
+    looks.append(contents_of([sys._getframe()], lambda _: False))
+    assert "kept" in changed(*looks)
+    with (tmp_path / "cache").open("r+b") as file:
+        file.truncate(mmap.PAGESIZE)
+    last = contents_of([sys._getframe()], lambda _: False)
+    assert (last.unread, len(kept)) == ((), 5)
+
+
+def test_one_that_can_not_be_looked_at_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(each: Any) -> Any:
+        raise TypeError("an odd one")
+
+    monkeypatch.setattr(script_contents, "_of_numpys", fails)
+    script = Script("x = [np.random.default_rng(1)]\ny = Meter()", "y.sum += 1")
+    before = contents_of([script.at_step()], lambda _: False)
+    now = contents_of([script.at_step()], lambda _: False)
+    assert changed(before, now) == ["y.sum"]
+    assert now.unread == ("x: TypeError: an odd one",)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        "x = [[np.random.RandomState(1) for _ in range(128)] for _ in range(30)]",
+        "x = [torch.Generator() for _ in range(250)]",
+        "x = [np.zeros(50 << 20, 'V1').view('V%d' % (50 << 20))[0], np.bytes_(b'a' * (50 << 20))]",
+        "x = None\nfor _ in range(10**5): x = [x]",
+    ],
+)
+def test_no_look_takes_long(begin: str) -> None:
+    script, spent = Script(begin, "pass"), list[float]()
+    for _ in range(2):
+        frame, before = script.at_step(), time.thread_time()
+        contents_of([frame], lambda _: False)
+        spent.append(time.thread_time() - before)
+    assert min(spent) < 2.0
 
 
 def test_large_scripts_are_looked_at_in_part() -> None:

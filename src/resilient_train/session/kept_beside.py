@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TypeVar
 
 from resilient_train import script_place
+from resilient_train.exception_line import short
 from resilient_train.frameworks.roles import Objects, Window
 from resilient_train.session.given_again import GivenAgain
 from resilient_train.session.kept_calls import BodyCall
@@ -65,8 +66,16 @@ class KeptBeside:
         try:
             return read()
         except Exception as error:
-            self._notices.event("loop_unread", {"error": f"{type(error).__name__}: {error}"})
+            self._unread(f"{type(error).__name__}: {error}")
             return None
+
+    def _unread(self, why: str) -> None:
+        self._notices.event("loop_unread", {"error": why})
+        self._notices.say(
+            f"some of what this script keeps from step to step could not be found out ({short(why)}), so nothing is "
+            "told of it: `resilient-train drill` finds what differs (docs/how-to/load-data.md, What is found of what "
+            "flows)"
+        )
 
     def _is_read(self) -> Callable[[HeldPart], bool]:
         """What a loader reaches is a loader's."""
@@ -78,6 +87,8 @@ class KeptBeside:
     ) -> LoopCarried | None:
         is_read = self._is_read()
         now = contents_of(frames, lambda part: is_read(part) or _is_settled(part, known, seen))
+        if now.unread:
+            self._unread("; ".join(now.unread))
         names = changed(first, now)
         return LoopCarried(tuple(names), script_place.line()) if names else None
 

@@ -19,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from resilient_train.frame_variables import variables
 from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
 from resilient_train.script_place import line
 
@@ -66,7 +67,7 @@ class DdpTraffic:
         while frame is not None:
             name = frame.f_code.co_filename
             if name == _DDP:
-                wrapper = frame.f_locals.get("self")
+                wrapper = variables(frame).get("self")
                 if isinstance(wrapper, DistributedDataParallel):
                     self._hear_of(wrapper)
                     return Traffic.CONSTRUCTOR if _in_constructor(frame) else Traffic.PASS
@@ -83,7 +84,7 @@ class DdpTraffic:
         """The gradients that a communication hook is given whose collective is being called."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            for each in frame.f_locals.values():
+            for each in variables(frame).values():
                 if isinstance(each, GradBucket):
                     return each.buffer()
             frame = frame.f_back

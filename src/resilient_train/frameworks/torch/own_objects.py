@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from resilient_train.frame_variables import variables
 from resilient_train.frameworks.torch.collective_results import root_of
 
 _TORCHS = dist.distributed_c10d.__file__
@@ -34,11 +35,12 @@ def take_own(verb: str, me: int, args: Sequence[Any]) -> None:
     if frame is None:
         return
     place: torch.Tensor = args[0][0]
-    objects = frame.f_locals[_TAKING[frame.f_code.co_name]]
+    given = variables(frame)
+    objects = given[_TAKING[frame.f_code.co_name]]
     if frame.f_code.co_name == "scatter_object_list":
         objects = objects[:1]
     pickled: Any = dist.distributed_c10d._object_to_tensor
-    form = {"weights_only": True} if frame.f_locals.get("weights_only") else {}  # torch 2.15: another one than pickle's
+    form = {"weights_only": True} if given.get("weights_only") else {}  # torch 2.15: another one than pickle's
     made = [pickled(each, place.device, None, **form) for each in objects]
     place.copy_(torch.cat([size if place.dtype is torch.long else data for data, size in made]))
 

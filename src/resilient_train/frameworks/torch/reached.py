@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from resilient_train import script_place
+from resilient_train.frame_variables import variables
 
 _OBJECTS = 100_000
 """So many are gone through, at most."""
@@ -71,11 +72,11 @@ def is_ours(kind: type) -> bool:
 
 def named() -> Iterator[tuple[str, Any]]:
     """Objects near to a variable of the script that runs, each with a way to it as one writes it; the innermost
-    function's come first. Python 3.11 keeps what was in the variables until the function returns.
+    function's come first.
     """
     looked_at = 0
     for frame in script_place.frames():
-        todo = deque((name, each, 0) for name, each in list(frame.f_locals.items()))
+        todo = deque((name, each, 0) for name, each in variables(frame).items())
         while todo and looked_at < _NAMED:
             name, each, far = todo.popleft()
             looked_at += 1

@@ -62,6 +62,7 @@ def test_behind_the_update(tmp_path: Path) -> None:
     assert "UsageError: after the update rank" in run.err, run.explain()
 
 
+@pytest.mark.long
 def test_one_more_than_the_others_at_the_end_of_a_body(tmp_path: Path) -> None:
     """Nobody calls another one: the others wait to update meanwhile. No limit for a hang is waited for."""
     run = launch(tmp_path / "run", "disagreeing.py", "extra", "9", ranks=3, timeout_s=60)

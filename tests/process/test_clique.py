@@ -8,6 +8,7 @@ import pytest
 from running import JOBS, start
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("sizes", "extent"),

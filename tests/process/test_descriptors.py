@@ -96,6 +96,7 @@ def test_a_holder_raises_its_own_limit(rig: Rig) -> None:  # noqa: F811
     assert resource.prlimit(rig.holders[0].pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
+@pytest.mark.long
 def test_a_job_with_few_descriptors_comes_to_its_end(tmp_path: Path, undisturbed: Reference) -> None:
     """A rank needs 29 while it trains. In a recovery it holds up to 55, groups that are being freed among them."""
     plan = "kill rank=1 step=5 phase=COMPUTE; kill rank=0 step=8 phase=UPDATING"
@@ -137,6 +138,7 @@ def test_a_job_whose_ranks_can_never_connect_says_so(tmp_path: Path) -> None:
     assert len(run.of("foreign_frame")) == 1
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_an_agent_without_descriptors_goes_on(tmp_path: Path, undisturbed: Reference) -> None:
     """Nobody can connect, and no process be started, until there are some again."""

@@ -148,6 +148,7 @@ def test_a_rank_is_lost_while_it_builds_its_model(
     assert (run.digests(), run.ends()) == (reference.digests(), reference.ends())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_job_of_which_no_process_is_left_is_not_over(tmp_path: Path, ranks: int) -> None:
     """It was, with exit code 0 and nothing trained: between the last one's death and the start of all again."""
@@ -297,6 +298,7 @@ def test_where_one_session_is_a_plain_loop_and_another_is_not(tmp_path: Path) ->
     assert "the Session of some ranks is a plain loop, and that of others is not" in run.err
 
 
+@pytest.mark.long
 def test_what_torchrun_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our workers have the variables of its workers; under it, and under plain python, a Session is a plain loop."""
     # What a test has compiled in this process leaves its folder in the environment, which the launcher would respect.

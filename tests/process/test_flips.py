@@ -185,7 +185,7 @@ def test_where_all_that_is_saved_is_in_doubt(tmp_path: Path) -> None:
     assert "checkpoints/step_5), which is in doubt" in run.err
 
 
-@pytest.mark.parametrize("runs", [1, 2])
+@pytest.mark.parametrize("runs", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_what_was_saved_since_is_not_gone_on_from(tmp_path: Path, undisturbed: Reference, runs: int) -> None:
     """The newest checkpoint from before update 3 stays, beside the one that is to stay, also in a later run."""
     wrong = ("--wrong", "1", "4", "--save", "2", "--await-saves")

@@ -24,6 +24,7 @@ def starts(events: list[dict[str, Any]]) -> list[str]:
     return [event["detail"]["start"] for event in events if event["kind"] == "spawned"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variant", "threads", "ranks"),
     [
@@ -80,6 +81,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return said("small_agent.py", tmp_path_factory.mktemp("small"), OMP_NUM_THREADS="2", PYTHONPATH=str(JOBS))
 
 
+@pytest.mark.long
 def test_a_script_can_not_tell(told: dict[str, Any]) -> None:
     for name in ("tell", "module"):
         plain, cold, forked = (json.loads(told["told"][name][way]["out"].splitlines()[0]) for way in WAYS)
@@ -163,6 +165,7 @@ def ahead(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return said("early_agent.py", tmp_path_factory.mktemp("ahead"))
 
 
+@pytest.mark.long
 def test_a_script_that_needs_its_rank_is_found_out(ahead: dict[str, Any]) -> None:
     """It never gets a wrong one, and the user is told what to move."""
     expected = {f"{what}@group": text for what, text in (VARIABLES | DEEDS).items()}
@@ -210,7 +213,11 @@ def test_spares_in_the_script_come_and_go(ahead: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("depth", "victims"), [("forked", ("rank", "spare", "zygote", "root")), ("built", ("rank", "spare"))]
+    ("depth", "victims"),
+    [
+        ("forked", ("rank", "spare", "zygote", "root")),
+        pytest.param("built", ("rank", "spare"), marks=pytest.mark.long),
+    ],
 )
 def test_whatever_is_killed_nothing_is_left(tmp_path: Path, depth: str, victims: tuple[str, ...]) -> None:
     """The job comes to its end, and so do all that have ever stood by."""
@@ -297,7 +304,7 @@ def test_a_script_that_can_not_be_forked_starts_cold(tmp_path: Path, text: str) 
     assert err.count("start cold") == bool(told)
 
 
-@pytest.mark.parametrize("begin", ["command", "module"])
+@pytest.mark.parametrize("begin", [pytest.param("command", marks=pytest.mark.long), "module"])
 def test_the_hashes_of_strings_are_those_of_all_jobs(tmp_path: Path, begin: str) -> None:
     """However it starts: a table made in the order of a set is the same behind a cold start, and in the next job."""
     command = [str(Path(sys.executable).with_name("resilient-run"))] if begin == "command" else LAUNCHER
@@ -349,6 +356,7 @@ print("asked", asked, "imported", sorted(set(sys.modules) - there))
 """
 
 
+@pytest.mark.long
 def test_a_fork_does_at_once_what_a_new_interpreter_takes_seconds_for(tmp_path: Path) -> None:
     """It imports nothing. Nor does it look at what its zygote has, a million objects: to count them takes 30 ms, half
     of what a recovery takes. By processor time: a machine that is busy takes more for both. 1 : 50 where this was

@@ -17,6 +17,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("start", "recoveries"), CASES)

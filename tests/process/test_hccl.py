@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import memories
+import pytest
 from identity import assert_identical
 from memories import Torchrun
 from running import Reference, Run, launch
@@ -55,6 +56,7 @@ def test_ddp(tmp_path: Path, undisturbed: Reference) -> None:
     assert verbs(run, 0, 1) == [], "a process that joins has nothing to stop"
 
 
+@pytest.mark.long
 def test_hsdp(tmp_path: Path, torchrun_of: Torchrun) -> None:
     """Each part of the model is held by two ranks. Dropout draws from the device's generator."""
     job = ("hsdp.py", "uce:2:3,hcce:1:5", "--out", str(tmp_path / "out"), "--variant", "drawn")

@@ -64,6 +64,7 @@ def ended(tmp_path: Path, *command: str, ranks: int) -> Run:
     return Run(run_dir, process.returncode, out, err, read_events(run_dir))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("place", "ranks"), places("model", 2))
 def test_by_other_means_than_a_statement(tmp_path: Path, script: Path, place: str, ranks: int) -> None:
     """In a fork the package was imported before the script. All start again as new interpreters."""
@@ -78,12 +79,14 @@ def test_in_a_new_interpreter(tmp_path: Path, script: Path, place: str, ranks: i
     assert is_started_again(run, ranks), run.explain()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("place", "ranks"), places("imports", 1))
 def test_in_an_interpreter_of_the_users_own(tmp_path: Path, script: Path, place: str, ranks: int) -> None:
     run = ended(tmp_path, "--no-python", sys.executable, str(script), place, ranks=ranks)
     assert is_started_again(run, ranks), run.explain()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("place", "ranks"), places("data", 1))
 def test_behind_a_shell(tmp_path: Path, script: Path, place: str, ranks: int) -> None:
     """The process that speaks for the rank is not the one that was started, which tells of its death."""

@@ -23,7 +23,7 @@ def run_of(folder: Path, how: str, *flags: str) -> Run:
     return launch(folder / "run", script, how, ranks=2, flags=flags)
 
 
-@pytest.mark.parametrize("start", ["forked", "cold"])
+@pytest.mark.parametrize("start", ["forked", pytest.param("cold", marks=pytest.mark.long)])
 def test_it_runs_the_code_of_the_others(tmp_path: Path, start: str) -> None:
     reference = run_of(tmp_path / "never", "never")
     assert reference.code == 0, reference.explain()

@@ -33,9 +33,9 @@ LOOPS = [
     ("accumulate+view+stateful+two", BOTH),
     ("before+shuffle+unused+workers", EVERYWHERE),
     ("gan", IN_BODY_ONLY),
-    ("accumulate+static", FROM_THE_START),
 ]
 ALONE = [
+    ("accumulate+static", FROM_THE_START),
     *((each, EVERYWHERE) for each in ("accumulate", "view", "two", "stateful", "before", "shuffle", "unused")),
     *((each, EVERYWHERE) for each in ("workers", "static", "two+workers")),
     *((each, IN_BODY_ONLY) for each in ("scaler", "undo")),

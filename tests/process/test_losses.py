@@ -92,6 +92,7 @@ NOT_US = "print('done')\n"
 COLD = pytest.param(("--standby", "0"), marks=pytest.mark.long)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [(), COLD], ids=["forked", "cold"])
 def test_a_rank_killed_in_its_imports_starts_again(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """No rank has said a word to the agent by then; the script's text tells that one would have."""
@@ -211,6 +212,7 @@ def wait_for_file(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")

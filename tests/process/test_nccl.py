@@ -25,6 +25,7 @@ def test_ddp(tmp_path: Path, undisturbed: Reference) -> None:
     assert strategies(run) == ["HCCE", "ARF", "ARF"], run.explain()
 
 
+@pytest.mark.long
 def test_hsdp(tmp_path: Path, torchrun_of: Torchrun) -> None:
     """Each part of the model is held by two ranks. What four have given behind the update gloo adds up instead of NCCL:
     it is told, for the order is another.

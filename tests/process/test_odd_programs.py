@@ -116,6 +116,7 @@ def test_a_wrapper_that_is_not_registered_is_refused(tmp_path: Path) -> None:
     assert "register the wrapper, Session(model=ddp)" in run.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["outer+update", *long(("outer", "inner", "step", "update"))])
 def test_compiled(tmp_path: Path, undisturbed_of: Undisturbed, how: str) -> None:
     """Dynamo looks at frames that DDP's reducer begins, and is not to compile a collective, nor a hook of ours."""

@@ -21,6 +21,7 @@ def test_the_group_is_ours_whoever_comes_first(tmp_path: Path, standby: str) -> 
     assert starts(run.events) == ["forked" if standby == "1" else "cold"] * 3
 
 
+@pytest.mark.long
 def test_an_interpreter_of_the_users_own_behind_a_wrapper(tmp_path: Path) -> None:
     """``--no-python`` starts what it is given: nobody can have imported us before. The group is made after it.
 

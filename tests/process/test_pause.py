@@ -193,6 +193,7 @@ def of(job: Job, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_events(job.run_dir) if event["kind"] == kind]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_all_ranks_die_in_a_pause_and_in_the_next_it_is_asked_to_end(
     tmp_path: Path, undisturbed: Reference, capsys: pytest.CaptureFixture[str]

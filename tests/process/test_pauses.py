@@ -92,6 +92,7 @@ def test_all_paused_together_nobody_is_killed(tmp_path: Path, undisturbed: Refer
 SHORT = {"RESILIENT_HANG_TIMEOUT_S": "3", "RESILIENT_JOIN_TIMEOUT_S": "3"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(

@@ -142,6 +142,7 @@ def test_asked_to_end_it_goes_on_from_storage(
     assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()
 
 
+@pytest.mark.long
 @pytest.mark.shows("PP, replicated", "divided anew", "goes on")
 @pytest.mark.shows("PP, sharded", "divided anew", "goes on")
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ def disturb(process: subprocess.Popen[str], story: Story, bandit: Bandit, hit: r
         bandit.strike()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize(("seed", "kinds", "steps", "over"), CASES)

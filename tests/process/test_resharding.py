@@ -75,6 +75,7 @@ FEW_TO_MORE = [Part(2, 5), Part(3, 10)]
 MORE_TO_FEW_TO_MORE = [Part(4, 4), Part(2, 6), Part(3, 8)]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("parts", [pytest.param(FEW_TO_MORE, marks=pytest.mark.long), MORE_TO_FEW_TO_MORE])
 @pytest.mark.shows("DDP", "divided anew", "goes on")

@@ -61,7 +61,7 @@ def test_one_rank_without_memory_for_snapshots(run_dir: Path, undisturbed: Refer
 
 
 @pytest.mark.shows("DDP", "no holder left", "back")
-@pytest.mark.parametrize("holder", ["runs", "is stopped", "is lost too"])
+@pytest.mark.parametrize("holder", ["runs", pytest.param("is stopped", marks=pytest.mark.long), "is lost too"])
 def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Reference, holder: str) -> None:
     """A holder that does not answer is waited for: to begin anew, or from an older state, may cost days. What one that
     dies with all ranks held, the agent gives to the next.

@@ -119,6 +119,7 @@ def run_story(run_dir: Path, seed: int, story: tuple[str, ...], reference: Refer
     assert bandit.hits >= len(story) - len(left), told
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "story"),

@@ -32,9 +32,9 @@ def goes_on(run_dir: Path, variant: str = "base") -> Run:
 @pytest.mark.parametrize(
     ("place", "variant", "updates"),
     [
-        ("loader", "base", 5),
+        pytest.param("loader", "base", 5, marks=pytest.mark.long),
         ("body", "accumulate+two", 2),
-        ("update", "undo", 5),
+        pytest.param("update", "undo", 5, marks=pytest.mark.long),
         pytest.param("end", "undo", 5, marks=pytest.mark.long),
         *(
             pytest.param("body", variant, updates, marks=pytest.mark.long)

@@ -132,6 +132,7 @@ def test_weights_that_are_drawn_when_they_are_divided(run_dir: Path, torchrun: P
     ends_as(run, torchrun(variant))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", ["handed", pytest.param("handed+alone", marks=pytest.mark.long)])
 def test_weights_that_rank_0_hands_out_before_the_loop(run_dir: Path, torchrun: Plain, variant: str) -> None:
     """Each rank is given whole tensors, and a new process is not. Rank 0 is one of those that are lost."""
@@ -148,6 +149,7 @@ def test_a_reduction_that_fails_counts_where_the_script_has_caught_its_error(run
     assert run.recoveries(), run.explain()
 
 
+@pytest.mark.long
 def test_a_frozen_model_that_nobody_registers(run_dir: Path, torchrun: Plain) -> None:
     """Behind its forward pass torch leaves it whole, and a new process gathers what the others would not."""
     kills = (
@@ -161,6 +163,7 @@ def test_a_frozen_model_that_nobody_registers(run_dir: Path, torchrun: Plain) ->
     assert not run.of("hung"), run.explain()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", ["gathered", pytest.param("gathered+tp+copied", marks=pytest.mark.long)])
 def test_a_model_that_is_put_together_behind_the_update(run_dir: Path, torchrun: Plain, variant: str) -> None:
     """A lost rank has not given its part; who holds the same one has."""
@@ -179,6 +182,7 @@ def test_a_model_that_is_put_together_behind_the_update(run_dir: Path, torchrun:
     assert {event["detail"]["replica"] for event in run.of("tail_input_missing")} == {True, False}, run.explain()
 
 
+@pytest.mark.long
 def test_what_a_body_switches_for_the_next_one_is_as_it_was(run_dir: Path, torchrun: Plain) -> None:
     """All have switched their reductions on when they are cut; a new process has never switched them off."""
     cuts = [f"hcce rank={rank} step=3 phase=COMPUTE at=backward" for rank in range(RANKS)]
@@ -350,6 +354,7 @@ def read_by_torch(checkpoint: Path) -> bytes:
     return b"".join(tensor.numpy().tobytes() for tensor in named.values())
 
 
+@pytest.mark.long
 @pytest.mark.shows("HSDP", "started again", "goes on")
 def test_what_is_in_memory_is_of_other_parts(run_dir: Path, torchrun: Plain) -> None:
     """A launcher died; nothing is on storage. Who has changed the script at the next start has one sentence to read,
@@ -382,6 +387,7 @@ def test_what_is_not_the_same_in_all_parts_can_not_be_divided_anew(run_dir: Path
     assert "ranks that held other parts of the model, and 'extra.average.of@0' was not the same on all" in run.err
 
 
+@pytest.mark.long
 @pytest.mark.shows("FSDP", "killed", "back")
 @pytest.mark.shows("FSDP", "no holder left", "back")
 @pytest.mark.shows("FSDP", "hangs", "back")
@@ -430,6 +436,7 @@ def test_gradients_that_are_never_zeroed_are_refused(run_dir: Path, variant: str
 BESIDE = {"RESILIENT_VERIFY_EVERY": "4", "RESILIENT_VERIFY_INPUTS": "neighbour"}
 
 
+@pytest.mark.long
 def test_a_device_that_always_errs_is_found_beside_its_replica(run_dir: Path) -> None:
     """Rank 1, from step 6 on. Its half of the model takes in what is wrong, and so does rank 0's: it is not named."""
     run = train(run_dir, "", variant="loaded+wrong", **BESIDE)

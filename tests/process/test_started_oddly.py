@@ -29,6 +29,7 @@ def test_a_closed_stream_costs_its_text_only(tmp_path: Path, closed: str) -> Non
     assert run.code == 0, run.explain()
 
 
+@pytest.mark.long
 def test_without_streams_and_under_nohup_the_job_ends_well(tmp_path: Path) -> None:
     """Three closed streams cost their text only, and a signal that is to be ignored is."""
     run_dir = tmp_path / "run"

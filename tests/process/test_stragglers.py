@@ -80,6 +80,7 @@ def test_status_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (named["since"], named["ratio"]) in [(each["since"], each["ratio"]) for each in told]
 
 
+@pytest.mark.long
 def test_nobody_becomes_slower(tmp_path: Path) -> None:
     """Rank 0 has more to do, always; and at last all take twice as long."""
     run = run_job(tmp_path / "run", "--uneven", "2", "--together", str(SLOW_AT + 20))
@@ -88,6 +89,7 @@ def test_nobody_becomes_slower(tmp_path: Path) -> None:
     assert "times as long as its peers at the end" in report(run)
 
 
+@pytest.mark.long
 def test_what_is_no_computing(tmp_path: Path) -> None:
     """Declared work, the tail, and what stands between steps, of one rank; snapshots; steps that are run again."""
     plan = "; ".join(f"hcce rank={step % 2} step={step} at=backward" for step in (95, 110, 125))

@@ -5,6 +5,7 @@ At the top of the loop that was copied, saved and gone on from: other bits, exit
 
 from pathlib import Path
 
+import pytest
 from running import Run, launch
 from saved_jobs import only_storage_leaves_snapshots_out
 from shared import Undisturbed
@@ -14,6 +15,7 @@ def parameters(run: Run) -> dict[int, str]:
     return {rank: digest for rank, (digest, _) in run.digests().items()}
 
 
+@pytest.mark.long
 def test_other_weights_between_the_head_of_the_loop_and_its_body(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     plain = undisturbed_of("swapped.py", "body", ranks=2)  # where it evaluates, it trains the same
     run = launch(tmp_path / "run", "swapped.py", "top", "--all-die", ranks=2)

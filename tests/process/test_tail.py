@@ -164,6 +164,7 @@ def test_sub_groups_in_the_body(tmp_path: Path, calm: Callable[..., Run]) -> Non
         assert value == values(reference)[rank, step] or step in missing, (rank, step)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Plain) ->
 @pytest.mark.parametrize(
     "ways",
     [
-        [("groups+norm", 4), ("groups+norm", 3), ("groups+norm+ddp", 2)],
+        pytest.param([("groups+norm", 4), ("groups+norm", 3), ("groups+norm+ddp", 2)], marks=pytest.mark.long),
         [("groups+ddp", 2), ("groups", 4), ("groups", 1)],
     ],
     ids=lambda ways: " ".join(f"{variant}-{ranks}" for variant, ranks in ways),

@@ -99,14 +99,13 @@ class Rate(float):
 class Settings:
     """``sys.modules[__name__] = Settings()``."""
 
-    lr = 0
+    __module__ = "settings_of_a_test"
+
+    def __init__(self) -> None:
+        self.rate = 0
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(name)
-
-
-Settings.__module__ = "settings_of_a_test"
-sys.modules[Settings.__module__] = IN_THE_PLACE_OF_ITS_MODULE = Settings()  # type: ignore[assignment]
 
 
 class Name(str):
@@ -226,11 +225,6 @@ FOUND = {
     "what a file holds": ("x = [io.BytesIO(b'ab')]", "x[0].getbuffer()[0] = 1", ["x"]),
     "a column": ("x = [torch.zeros(9, 9)[:, 1], np.zeros((9, 9))[:, 1]]", "for a in x: a[8] = 1", ["x"]),
     "of another order": ("x = [torch.zeros(9, 5).t()]", "x[0].data[4, 8] = 1", ["x"]),
-    "what a class that took its module's place has": (
-        "x = [IN_THE_PLACE_OF_ITS_MODULE]",
-        "for c in x: c.lr = c.lr + 1",
-        ["IN_THE_PLACE_OF_ITS_MODULE.lr"],
-    ),
     "another kind of object": ("x = Meter()\nx.inner = Slots()", "x.inner = Record()", ["x.inner", "x.inner.best"]),
 }
 NOT_FOUND = {
@@ -331,6 +325,24 @@ def test_variables_of_the_loop_and_of_functions_around_it_are_told_apart() -> No
     contents_of([script.at_step(), sys._getframe()], lambda part: holders.append((part.holder, part.name)) or True)
     assert (LOOP, "x") in holders
     assert ("", "holders") in holders
+
+
+def test_a_class_of_a_module_that_is_not_listed() -> None:
+    """``exec_module`` of one that nobody has put into ``sys.modules``."""
+    script = Script("x = Settings()", "x.rate += 1")
+    before = contents_of([script.at_step()], lambda _: False)
+    assert changed(before, contents_of([script.at_step()], lambda _: False)) == ["x.rate"]
+
+
+def test_a_module_in_whose_place_an_object_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: Any = Settings()
+    monkeypatch.setitem(sys.modules, "settings_of_a_test", settings)
+    script = Script("x = sys.modules['settings_of_a_test']", "x.rate += 1")
+    before = contents_of([script.at_step()], lambda _: False)
+    now = contents_of([script.at_step()], lambda _: False)
+    monkeypatch.undo()
+    assert changed(before, now) == ["x.rate"]
+    assert now.unread == ()
 
 
 def test_no_value_of_the_script_lives_longer() -> None:

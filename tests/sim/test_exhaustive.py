@@ -31,11 +31,11 @@ WORLDS = [
     pytest.param(Layout(2, (0,)), Faults(kills=1, fences=1), id="2-ranks-1-kill-1-late-recovery", marks=LONG),
     pytest.param(Layout(2, (0,)), Faults(kills=1, hangs=1), id="2-ranks-1-kill-1-hang", marks=LONG),
     pytest.param(Layout(2, (1, 0)), Faults(pauses=1), id="2-ranks-2-updates-1-pause"),
-    pytest.param(Layout(2, (0,)), Faults(pauses=1, kills=1), id="2-ranks-1-pause-1-kill"),
+    pytest.param(Layout(2, (0,)), Faults(pauses=1, kills=1), id="2-ranks-1-pause-1-kill", marks=LONG),
     pytest.param(Layout(2, (1,)), Faults(pauses=1, glitches=1, withdrawn=1), id="2-ranks-1-pause-1-glitch-taken-back"),
     pytest.param(Layout(2, (1, 0)), Faults(anomalies=2), id="2-ranks-2-updates-2-anomalies"),
-    pytest.param(Layout(2, (0,)), Faults(kills=1, anomalies=1), id="2-ranks-1-kill-1-anomaly"),
-    pytest.param(Layout(2, (1,)), Faults(glitches=1, anomalies=2), id="2-ranks-1-glitch-2-anomalies"),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, anomalies=1), id="2-ranks-1-kill-1-anomaly", marks=LONG),
+    pytest.param(Layout(2, (1,)), Faults(glitches=1, anomalies=2), id="2-ranks-1-glitch-2-anomalies", marks=LONG),
     pytest.param(Layout(2, (0,)), Faults(damages=1, anomalies=2), id="2-ranks-1-damage-2-anomalies", marks=LONG),
     pytest.param(
         Layout(2, (0,), program=SKIPS), Faults(kills=1, anomalies=1), id="2-ranks-1-kill-1-update-left-out", marks=LONG
@@ -51,17 +51,26 @@ WORLDS = [
     pytest.param(
         Layout(2, (0, 0), program=ACCUMULATES), Faults(asks=2), id="2-ranks-accumulating-2-ask-again", marks=LONG
     ),
-    pytest.param(Layout(2, (0,), twice=1), Faults(asks=1, deviations=1), id="2-ranks-1-asks-again-1-deviates"),
+    pytest.param(
+        Layout(2, (0,), twice=1), Faults(asks=1, deviations=1), id="2-ranks-1-asks-again-1-deviates", marks=LONG
+    ),
     pytest.param(Layout(2, (1, 0), twice=2), Faults(deviations=1), id="2-ranks-1-of-2-computed-twice-1-deviates"),
     pytest.param(Layout(2, (0,), twice=1), Faults(kills=1), id="2-ranks-computed-twice-1-kill", marks=LONG),
     pytest.param(Layout(2, (0,), twice=1), Faults(deviations=2), id="2-ranks-computed-twice-2-deviate"),
-    pytest.param(Layout(2, (1,), twice=1), Faults(glitches=1, deviations=1), id="2-ranks-1-glitch-1-deviates"),
+    pytest.param(
+        Layout(2, (1,), twice=1), Faults(glitches=1, deviations=1), id="2-ranks-1-glitch-1-deviates", marks=LONG
+    ),
     pytest.param(BESIDE, Faults(deviations=1), id="2-ranks-beside-each-other-1-deviates"),
-    pytest.param(Layout(2, (0,), twice=1), Faults(anomalies=1, deviations=1), id="2-ranks-1-anomaly-1-deviates"),
+    pytest.param(
+        Layout(2, (0,), twice=1), Faults(anomalies=1, deviations=1), id="2-ranks-1-anomaly-1-deviates", marks=LONG
+    ),
     pytest.param(Layout(2, (0,), twice=1), Faults(anomalies=2), id="2-ranks-computed-twice-2-anomalies"),
     pytest.param(Layout(2, (0, 0), twice=1, program=UNDOES), Faults(deviations=1), id="2-ranks-undo-1-deviates"),
     pytest.param(
-        Layout(2, (0,), ((0,), (1,)), twice=1), Faults(glitches=1, deviations=1), id="2-ranks-each-alone-1-deviates"
+        Layout(2, (0,), ((0,), (1,)), twice=1),
+        Faults(glitches=1, deviations=1),
+        id="2-ranks-each-alone-1-deviates",
+        marks=LONG,
     ),
     pytest.param(Layout(2, (1, 0)), Faults(errors=2), id="2-ranks-2-updates-2-errors"),
     pytest.param(Layout(2, (0,)), Faults(kills=1, errors=1), id="2-ranks-1-kill-1-error", marks=LONG),

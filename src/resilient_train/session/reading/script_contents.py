@@ -259,7 +259,7 @@ def _kind(kind: type) -> _Kind:
 def _kind_of(kind: type) -> _Kind:
     order, module, name = _ORDER.__get__(kind), str(_MODULE.__get__(kind)), _NAME.__get__(kind)
     found = sys.modules.get(module)
-    users = found is not None and (_is_users(found) if type(found) is ModuleType else _is_users_class(kind))
+    users = _is_users(found) if type(found) is ModuleType else _is_users_class(kind)
     scalar = next((each for each in order if _is_one_of(each, _SCALARS)), None)
     return _Kind(
         of=kind,
@@ -288,7 +288,7 @@ def _is_users(module: ModuleType) -> bool:
 
 
 def _is_users_class(kind: type) -> bool:
-    """Of one whose module is no module any more: ``sys.modules[__name__] = Settings()``."""
+    """Of one whose module is none any more (``sys.modules[__name__] = Settings()``), or never was listed."""
     own = [*next(iter(held_by(kind))).values()]
     return any(type(each) is FunctionType and script_place.is_users(each.__code__.co_filename) for each in own)
 

@@ -299,28 +299,20 @@ class Flow:
                 self._read(value)
                 self._write(ast.Attribute(of, attribute))
                 return
-        whole, part = _written_arguments(node) if isinstance(node, ast.Call) else (None, None)
-        touched, handed = set(self._touched), self._late
+        whole, part, before = None, None, self._touched
+        if isinstance(node, ast.Call):
+            (whole, part), before = _written_arguments(node), set(self._touched)
         for child in ast.iter_child_nodes(node):
             if child is not whole and (not name or (isinstance(node, ast.Subscript) and child is node.slice)):
                 self._read(child)
         if isinstance(node, ast.Call):
-            self._late = self._handed_to(node) & (self._touched - touched)
-            self._touched -= self._late
-            self._call(node)
-            self._touched |= self._late
-            self._late = handed
+            self._call_with(node, self._touched - before)
         if whole is not None:
             name = self._written_by(whole.value if isinstance(whole, ast.keyword) else whole)
             if name and not self._stored(name):
                 self._wrote(name)
         if part is not None and self._kept_in(name := self._written_by(part)):
             self._fill(name, of_tensor=True)
-
-    def _handed_to(self, node: ast.Call) -> set[int]:
-        """What it is called with, of before: its text tells what it reads of that, if it can be read."""
-        names = [name for each in (*node.args, *(each.value for each in node.keywords)) if (name := name_of(each))]
-        return {id(self._scope.path(name)[-1]) for name in names if self._scope.is_whole(name)}
 
     def _begin_anew(self, stored: Stored) -> None:
         self._anew = {**stored, **self._anew}
@@ -619,6 +611,16 @@ class Flow:
         self._used.update(filled if of_tensor else ())
 
     # -- what is called
+
+    def _call_with(self, node: ast.Call, containers: set[int]) -> None:
+        """What it reads of these its text tells, where it is given one of them and can be read."""
+        names = [name for each in (*node.args, *(each.value for each in node.keywords)) if (name := name_of(each))]
+        given = {id(self._scope.path(name)[-1]) for name in names if self._scope.is_whole(name)}
+        around, self._late = self._late, given & containers
+        self._touched -= self._late
+        self._call(node)
+        self._touched |= self._late
+        self._late = around
 
     def _call(self, node: ast.Call) -> None:
         name, scope = name_of(node.func), self._scope

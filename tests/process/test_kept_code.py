@@ -49,9 +49,9 @@ def test_a_job_that_is_started_again_runs_what_is_there_now(tmp_path: Path) -> N
     assert first.code == 0, first.explain()
     (kept,) = [each for each in (tmp_path / "run").glob("code-*") if each.name not in ("code-mine", "code-link")]
     release = tmp_path / "release"
-    assert "OWN = 1.0" in Path(f"{kept}{release}/edited.py").read_text()
+    assert "OWN = 1.0" in Path(f"{kept}{release}/edited.py.kept").read_text()
     assert "OWN = 3.0" in (release / "edited.py").read_text()
-    assert Path(f"{kept}{release}/late.py").stat().st_mtime_ns == (release / "late.py").stat().st_mtime_ns
+    assert Path(f"{kept}{release}/late.py.kept").stat().st_mtime_ns == (release / "late.py").stat().st_mtime_ns
     shutil.rmtree(tmp_path / "run" / "checkpoints", ignore_errors=True)
     again = launch(tmp_path / "run", release / "edited.py", "never", ranks=2)
     assert again.code == 0, again.explain()

@@ -59,7 +59,8 @@ from resilient_train.session.reading.static_lookup import (
 
 _VALUES, _OF_MODULES, _OF_ROOT = 20_000, 4_000, 8_000
 """So many are looked at; of modules that don't run, and of one variable: 10 us each, once or twice in a process."""
-_LIMIT_S = 1.0
+_OF_MODULES_S, _LIMIT_S = 0.5, 1.0
+"""Of this thread's time, so that a look on a busy machine sees as much."""
 _WIDE, _ENDS, _NAME_MAX = 256, 32, 80
 _BYTES, _SOME = 1 << 16, 64
 """Of one array or text so many are read; of what is larger, or lies apart, so many elements."""
@@ -130,9 +131,9 @@ def contents_of(frames: Iterable[FrameType], left_out: Callable[[HeldPart], bool
     spaces = {id(frame.f_globals) for frame in running}  # looked at by their names: ``exec(text, names)``
     walk = _Walk(lambda part: id(part.value) in spaces or left_out(part))
     for root in _variables_of_modules(running):
-        walk.follow(root, _OF_MODULES)
+        walk.follow(root, _OF_MODULES, _OF_MODULES_S)
     for root in _variables_of(running):
-        walk.follow(root, _VALUES)
+        walk.follow(root, _VALUES, _LIMIT_S)
     return ScriptContents(walk.found, frozenset(walk.opened), frozenset(walk.settled), tuple(walk.unread))
 
 
@@ -143,15 +144,16 @@ class _Walk:
         self._left_out = left_out
         self.found: dict[str, _Seen] = {}
         self.opened, self.settled, self.unread = set[str](), set[tuple[int, str]](), list[str]()
-        self._until = time.monotonic() + _LIMIT_S
+        self._began = time.thread_time()
         self._ids, self._kept = set[int](), list[Any]()
         """What was kept can't be freed, so that no other object gets its id."""
 
-    def follow(self, root: HeldPart, limit: int) -> None:
-        """What can be reached from there, until ``limit`` values have been seen in all."""
+    def follow(self, root: HeldPart, limit: int, limit_s: float) -> None:
+        """What can be reached from there, until ``limit`` values have been seen in all, or the time is over."""
         todo = deque([(root.name, root.value)] if not self._left_out(root) else ())
         limit = min(limit, len(self.found) + _OF_ROOT)
-        while todo and len(self.found) < limit and time.monotonic() < self._until:
+        until = self._began + limit_s
+        while todo and len(self.found) < limit and time.thread_time() < until:
             name, each = todo.popleft()
             if id(each) in self._ids:
                 continue

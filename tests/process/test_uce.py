@@ -73,6 +73,16 @@ def test_what_costs_the_process(tmp_path: Path, undisturbed: Reference) -> None:
     assert ["after the update" in error for error in failed] == [False] * (len(failed) - 1) + [True], failed
 
 
+def test_between_two_steps(tmp_path: Path, undisturbed: Reference) -> None:
+    """In an evaluation of the script's: it is no error of the script's, and there is no step to run again."""
+    arguments = ("--steps", "9", "--variant", "looks")
+    plan = "uce rank=1 step=6 phase=COMPUTE at=forward target=param"
+    run = launch(tmp_path / "run", "train.py", *arguments, ranks=2, flags=("--faults", plan))
+    assert_identical(run, undisturbed(ranks=2, steps=9), ranks=2, recoveries=1)
+    (failed,) = run.of("device_failed")
+    assert "after the update, where a step can't be left" in failed["detail"]["error"]
+
+
 def test_switched_off(tmp_path: Path) -> None:
     """Then it is an error of the script's, as it is without us."""
     run = launch(

@@ -9,6 +9,7 @@ import sys
 import time
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -60,29 +61,38 @@ def found(kept: KeptCode, name: str, *folders: Path) -> tuple[str | None, list[s
     return spec.origin, None if within is None else [*within]
 
 
-def test_a_second_module_of_the_same_file_has_the_same_text(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("begins", ["script", "module"])
+@pytest.mark.parametrize("ago_s", [50, -50])
+def test_the_script_as_a_module_has_the_same_text(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str, ago_s: float
+) -> None:
     """``pkg.train`` beside ``__main__``, also where it is imported late. It was taken for a reload."""
     path = written(tmp_path / "train.py", "a = 1")
+    monkeypatch.setitem(sys.modules, "__main__", main := ModuleType("__main__"))
     first = KeptCode(folder)
-    assert read(first, path, "os") == "a = 1"
-    written(tmp_path / "train.py", "a = 2", ago_s=50)
-    later = KeptCode(folder)
-    assert [read(later, path, "os"), read(later, path), read(first, path)] == ["a = 1"] * 3
+    assert (first.text(path).decode() if begins == "script" else read(first, path, "a_script")) == "a = 1"
+    main.__file__ = path
+    written(tmp_path / "train.py", "a = 2", ago_s=ago_s)
+    monkeypatch.setitem(sys.modules, "a_script", ModuleType("a_script"))
+    assert read(first, path, "a_script") == "a = 1"
+    written(tmp_path / "train.py", "a = 3", ago_s=ago_s - 1)
+    assert read(first, path, "a_script") == "a = 3", "importlib.reload"
 
 
+@pytest.mark.parametrize("ago_s", [0, 50], ids=["written", "copied with its time"])
 def test_a_file_that_the_job_writes_anew_is_a_module_of_another_name(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ago_s: float
 ) -> None:
     """``spec_from_file_location(f"rule_{n}", path)``; the repository ships the first text."""
     path = written(tmp_path / "rule.py", "a = 0")
     first = KeptCode(folder)
     assert read(first, path, "json") == "a = 0"
-    for number, name in enumerate(("re", "os", "sys"), 1):
-        written(tmp_path / "rule.py", f"a = {number}", ago_s=-number)
+    for number, name in enumerate(("re", "not_in_sys_modules", "sys"), 1):
+        written(tmp_path / "rule.py", f"a = {number}", ago_s=ago_s - number)
         assert read(first, path, name) == f"a = {number}"
         os.utime(path, ns=(0, 0))
         assert read(KeptCode(folder), path, name) == f"a = {number}"  # a new process, for which it is no news
-        written(tmp_path / "rule.py", f"a = {number}", ago_s=-number)
+        written(tmp_path / "rule.py", f"a = {number}", ago_s=ago_s - number)
     assert capsys.readouterr().err.count("is read once more, as the module re,") == 1
 
 

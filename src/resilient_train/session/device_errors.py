@@ -43,6 +43,10 @@ class DeviceErrors:
         kind = self._device.kind_of(error)
         return "" if kind == "UCE" and not self._mends else kind
 
+    def is_of_one(self, error: BaseException) -> bool:
+        """Whether it may be this device's alone. A group's all its ranks may raise at once: nobody is left then."""
+        return self.kind_of(error) in ("", "UCE", "DEVICE")
+
     def failed(self, what: str) -> DeviceError:
         """For an error that this process can't be rid of."""
         return DeviceError(

@@ -1227,7 +1227,7 @@ class Driver:
         if self._is_fork:
             return
         self.outlive(error)
-        if isinstance(error, Exception) and self._begun and not self._told_end:
+        if isinstance(error, Exception) and self._begun and not self._told_end and self._device.is_of_one(error):
             try:
                 self._device.check_after_update(error)
             except DeviceError as failure:

@@ -201,6 +201,13 @@ class Job:
         stateful += [self.scaler] if self.scaler else []
         return digest([each.state_dict() for each in stateful], torch.get_rng_state(), random.getstate())
 
+    def look(self) -> None:
+        """An evaluation, which changes nothing."""
+        self.model.module.eval()
+        with torch.no_grad():
+            self.model.module(torch.ones(4, next(self.model.parameters()).shape[1]))
+        self.model.module.train()
+
     def loss_of(self, batch: tuple) -> torch.Tensor:
         if "early" in self.variant:
             self.write_early(batch)
@@ -389,6 +396,8 @@ class Job:
                     break
                 if asked.between and step.done and step.number % 3 == 2:
                     dist.barrier()
+                if "looks" in self.variant and step.done and step.number % 3 == 2:
+                    self.look()
 
 
 def parser() -> argparse.ArgumentParser:

@@ -214,11 +214,12 @@ class KeptCode:
             self._note(key, _absolute(path))
             if not self._noted(f"{module}{_BY_NAME}"):
                 self._note(f"{module}{_BY_NAME}", _absolute(path))
-        name = module if module in sys.modules else _SCRIPT
+        is_script = vars(sys.modules[_SCRIPT]).get("__file__", path) == path  # it has none yet where `-m` begins
+        name = _SCRIPT if is_script and module not in sys.modules else module
         now = _looks_of(path)
         first = self._asked.setdefault(path, _Asked(now, {name}))
         is_first = name not in first.names
-        if first.looks == now or (is_first and (_SCRIPT in first.names or now[0] <= self._began_ns)):
+        if first.looks == now or (is_first and is_script):
             first.names.add(name)
             return
         if is_first and not first.is_told:

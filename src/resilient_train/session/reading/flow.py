@@ -146,10 +146,14 @@ class Flow:
         return list(dict.fromkeys([*names, *filled, *now_and_then]))
 
     def seen(self) -> set[Key]:
-        """What this pass has seen to be written, in the order of the text; of a container its id alone."""
+        """What this pass has seen to be written, in the order of the text; of a container its id alone.
+
+        But for those whose tensors it writes as a whole: somebody may read them first whom this text does not name (a
+        function in a function, another name of one of them), or it does not come to each of them.
+        """
         keys = {*self._written, *self._changed, *self._set}
         own = {(id(LOOP), name) if holder == id(self._scope) else (holder, name) for holder, name in keys}
-        return own | {(container, "") for container in (*self._filled, *self._anew)}
+        return own | {(container, "") for container in self._filled}
 
     def _read_behind(self) -> set[int]:
         """Containers that it fills with tensors or arrays, and whose names are read behind the loop."""

@@ -81,9 +81,10 @@ def test_the_script_as_a_module_has_the_same_text(
 
 @pytest.mark.parametrize("ago_s", [0, 50], ids=["written", "copied with its time"])
 def test_a_file_that_the_job_writes_anew_is_a_module_of_another_name(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ago_s: float
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ago_s: float
 ) -> None:
     """``spec_from_file_location(f"rule_{n}", path)``; the repository ships the first text."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)
     path = written(tmp_path / "rule.py", "a = 0")
     first = KeptCode(folder)
     assert read(first, path, "json") == "a = 0"

@@ -214,8 +214,10 @@ class KeptCode:
             self._note(key, _absolute(path))
             if not self._noted(f"{module}{_BY_NAME}"):
                 self._note(f"{module}{_BY_NAME}", _absolute(path))
-        is_script = vars(sys.modules[_SCRIPT]).get("__file__", path) == path  # it has none yet where `-m` begins
-        name = _SCRIPT if is_script and module not in sys.modules else module
+        is_listed = module in sys.modules
+        of_script = vars(sys.modules[_SCRIPT]).get("__file__", "" if is_listed else path)  # none yet where `-m` begins
+        is_script = of_script == path
+        name = _SCRIPT if is_script and not is_listed else module
         now = _looks_of(path)
         first = self._asked.setdefault(path, _Asked(now, {name}))
         is_first = name not in first.names

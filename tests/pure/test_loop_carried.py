@@ -118,6 +118,19 @@ LOOPS = {
     "what each was, by slices": ("for k, a in enumerate(stored):\n    use(a)\n    a[:] = k", ("stored",)),
     "what it was, put in": ("for a in stored:\n    a.copy_(a.mul_(2))", ("stored",)),
     "begun anew now and then": ("if step % 8:\n    for a in stored:\n        a.zero_()\nuse(stored[0])", ("stored",)),
+    "begun anew but for some": (
+        "for a in stored:\n    if step % 4:\n        continue\n    a.zero_()\nuse(stored[0])",
+        ("stored",),
+    ),
+    "begun anew up to one": (
+        "for a in stored:\n    a.zero_()\n    if step:\n        break\nuse(stored[0])",
+        ("stored",),
+    ),
+    "begun anew in part": ("for a in stored[step % 2 :]:\n    a.zero_()\nuse(stored[0])", ("stored",)),
+    "begun anew at times": (
+        "for a, _ in zip(stored, [] if step % 2 else stored):\n    a.zero_()\nuse(stored[0])",
+        ("stored",),
+    ),
     "as it is handed on": ("use(stored)\nfor a in stored:\n    a.zero_()", ("stored",)),
     "logs, one by one": ("for log in logs.values():\n    log.append(step)", ()),
     "all of it, by what it was": ("array[:] = 0.9 * array + step", ("array",)),

@@ -108,6 +108,8 @@ class Flow:
         """Tensors of before of which a variable of this pass is a part."""
         self._anew: Stored = {}
         """Containers of before in which it has written a tensor as a whole, by another name of that."""
+        self._comes_to_each = False
+        """The innermost loop in which it is goes through all of what it goes through."""
         self._touched = set[int]()
         """Containers of before of whose tensors it reads something where it may not have written all of them so."""
         self._late = set[int]()
@@ -213,7 +215,9 @@ class Flow:
                 self._read(node.iter)
                 self._touched -= {each for stored in through.values() for each in stored if each not in touched}
                 self._assign([node.target], node.iter)
+                around, self._comes_to_each = self._comes_to_each, _comes_to_each(node)
                 self._for_each(node.target, node.iter, lambda: self._run(node.body))
+                self._comes_to_each = around
                 self._branches(node.orelse, [])
             case ast.While():
                 self._read(node.test)
@@ -320,7 +324,7 @@ class Flow:
 
     def _begin_anew(self, stored: Stored) -> None:
         self._anew = {**stored, **self._anew}
-        self._sure |= {(each, _EACH) for each in stored}
+        self._sure |= {(each, _EACH) for each in stored} if self._comes_to_each else set()
 
     def _touch(self, containers: Iterable[int]) -> None:
         self._touched.update(each for each in containers if (each, _EACH) not in self._sure)
@@ -720,6 +724,12 @@ def _bindings(target: ast.AST, value: Any) -> dict[str, Any]:
         case ast.Tuple(elts=parts) | ast.List(elts=parts) if type(value) in (tuple, list) and len(value) == len(parts):
             return {key: each for pair in zip(parts, value, strict=True) for key, each in _bindings(*pair).items()}
     return {}
+
+
+def _comes_to_each(node: ast.For | ast.AsyncFor) -> bool:
+    inner = (each for part in node.body for each in ast.walk(part))
+    leaves = any(isinstance(each, (ast.Continue, ast.Break, ast.Return)) for each in inner)
+    return not (leaves or any(isinstance(each, (ast.Subscript, ast.IfExp)) for each in ast.walk(node.iter)))
 
 
 def _repeats(node: ast.expr) -> bool:

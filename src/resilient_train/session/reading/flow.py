@@ -108,6 +108,9 @@ class Flow:
         """Tensors of before of which a variable of this pass is a part."""
         self._anew: Stored = {}
         """Containers of before in which it has written a tensor as a whole, by another name of that."""
+        self._anew_first = set[int]()
+        """Those of which it is so before this pass does anything else."""
+        self._has_begun = False
         self._comes_to_each = False
         """The innermost loop in which it is goes through all of what it goes through."""
         self._touched = set[int]()
@@ -150,12 +153,12 @@ class Flow:
     def seen(self) -> set[Key]:
         """What this pass has seen to be written, in the order of the text; of a container its id alone.
 
-        But for those whose tensors it writes as a whole: somebody may read them first whom this text does not name (a
-        function in a function, another name of one of them), or it does not come to each of them.
+        Those whose tensors it writes as a whole count where a step begins so: else somebody may read them first whom
+        this text does not name (a function in a function, another name of one of them).
         """
         keys = {*self._written, *self._changed, *self._set}
         own = {(id(LOOP), name) if holder == id(self._scope) else (holder, name) for holder, name in keys}
-        return own | {(container, "") for container in self._filled}
+        return own | {(container, "") for container in (*self._filled, *self._anew_first)}
 
     def _read_behind(self) -> set[int]:
         """Containers that it fills with tensors or arrays, and whose names are read behind the loop."""
@@ -199,6 +202,11 @@ class Flow:
 
     def _statement(self, node: ast.stmt) -> bool:
         self._statements += 1
+        goes_on = self._run_statement(node)
+        self._has_begun |= not (isinstance(node, (ast.For, ast.With)) or _sets_anew(node))
+        return goes_on
+
+    def _run_statement(self, node: ast.stmt) -> bool:
         match node:
             case ast.Assign():
                 self._read(node.value)
@@ -324,6 +332,7 @@ class Flow:
 
     def _begin_anew(self, stored: Stored) -> None:
         self._anew = {**stored, **self._anew}
+        self._anew_first |= set() if self._has_begun or not self._comes_to_each else {*stored}
         self._sure |= {(each, _EACH) for each in stored} if self._comes_to_each else set()
 
     def _touch(self, containers: Iterable[int]) -> None:
@@ -724,6 +733,14 @@ def _bindings(target: ast.AST, value: Any) -> dict[str, Any]:
         case ast.Tuple(elts=parts) | ast.List(elts=parts) if type(value) in (tuple, list) and len(value) == len(parts):
             return {key: each for pair in zip(parts, value, strict=True) for key, each in _bindings(*pair).items()}
     return {}
+
+
+def _sets_anew(node: ast.stmt) -> bool:
+    """``x.zero_()``: it reads nothing."""
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(), attr=verb), args=[])):
+            return verb in _ANEW
+    return False
 
 
 def _comes_to_each(node: ast.For | ast.AsyncFor) -> bool:

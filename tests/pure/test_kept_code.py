@@ -97,6 +97,15 @@ def test_a_file_that_the_job_writes_anew_is_a_module_of_another_name(
     assert capsys.readouterr().err.count("is read once more, as the module re,") == 1
 
 
+@pytest.mark.parametrize("main", [None, object()], ids=["gone", "an object"])
+def test_a_script_that_is_no_module_any_more(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: object
+) -> None:
+    """``sys.modules[__name__] = Settings()``: each later import ended in a TypeError."""
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert read(KeptCode(folder), written(tmp_path / "late.py", "a = 1"), "json") == "a = 1"
+
+
 def test_copies_are_no_files_of_python(folder: Path, tmp_path: Path) -> None:
     """A script may look for all of them below the folder that it lies in, where the run directory is as well."""
     read(KeptCode(folder), written(tmp_path / "train.py", "a = 1"))

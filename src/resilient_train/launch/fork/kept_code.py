@@ -215,8 +215,7 @@ class KeptCode:
             if not self._noted(f"{module}{_BY_NAME}"):
                 self._note(f"{module}{_BY_NAME}", _absolute(path))
         is_listed = module in sys.modules
-        of_script = vars(sys.modules[_SCRIPT]).get("__file__", "" if is_listed else path)  # none yet where `-m` begins
-        is_script = of_script == path
+        is_script = _scripts_file("" if is_listed else path) == path  # it has none yet where `-m` begins
         name = _SCRIPT if is_script and not is_listed else module
         now = _looks_of(path)
         first = self._asked.setdefault(path, _Asked(now, {name}))
@@ -312,6 +311,12 @@ def _place_of(spec: ModuleSpec | None) -> str:
     if spec.origin is None and folders and all(map(is_users, folders)):
         return "\n".join([_NAMESPACE, *folders])
     return ""
+
+
+def _scripts_file(default: str) -> Any:
+    """A script may have put an object into its module's place: that is not asked."""
+    main = sys.modules.get(_SCRIPT)
+    return vars(main).get("__file__", default) if type(main) is ModuleType else default
 
 
 def _absolute(path: str) -> str:

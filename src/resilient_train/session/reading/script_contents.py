@@ -73,7 +73,8 @@ _MOVES: tuple[tuple[type, Callable[[Any], Hashable]], ...] = (
     (random.Random, lambda each: hash(each.getstate())),
     (np.random.Generator, lambda each: _of_numpys(each.bit_generator.state)),
     (np.random.RandomState, lambda each: _of_numpys(each.get_state(legacy=False))),
-    (io.BytesIO, lambda each: None if each.closed else (each.tell(), hash(each.getbuffer()[-_BYTES:].tobytes()))),
+    # not by its buffer: while somebody has a view of that, a thread of the script's could not write
+    (io.BytesIO, lambda each: None if each.closed else (each.tell(), hash(each.getvalue()[-_BYTES:]))),
     (io.StringIO, lambda each: None if each.closed else each.tell()),
     (range, repr),
     (np.ufunc, repr),
@@ -504,7 +505,7 @@ def _elements(address: int, item: int, shape: Sequence[int], strides: Sequence[i
 
 def _memory(address: int, count: int) -> bytes:
     """What lies there. Empty: nothing can be read there, as where a mapped file has become shorter: to touch it ends
-    the process. Nor may a page of a large file be fetched for long; the kernel does what it can.
+    the process.
     """
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)  # of a parent's, if it was kept over a fork

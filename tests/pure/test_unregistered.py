@@ -39,9 +39,8 @@ def odd(found: Unregistered) -> set[str]:
     return {each.strange.told for each in found._held if each.strange.kind == "Odd"}
 
 
-NAMES = {
-    f"parameter 'inner.{name}' of Odd"
-    for name in ("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked")
+NAMES = {f"parameter 'inner.{name}' of Odd" for name in ("0.weight", "0.bias", "1.weight", "1.bias")} | {
+    f"buffer 'inner.1.{name}' of Odd" for name in ("running_mean", "running_var", "num_batches_tracked")
 }
 
 
@@ -60,7 +59,7 @@ def test_what_lies_in_registered_memory_is_registered() -> None:
         bare = Odd()
     unborn = Odd()
     unborn.inner = nn.Sequential(nn.LazyLinear(50), nn.LazyBatchNorm1d())
-    assert odd(of(model)) == {"parameter 'inner.1.num_batches_tracked' of Odd"}, (
+    assert odd(of(model)) == {"buffer 'inner.1.num_batches_tracked' of Odd"}, (
         "of the others there is nothing to bring back"
     )
     assert odd(of(model, unborn)) == set()
@@ -128,7 +127,7 @@ def test_another_one_in_its_place_is_a_change(how: str) -> None:
         model.inner[0].weight = None
     elif how == "buffer":
         model.inner[1].running_mean.add_(1)
-        name = "parameter 'inner.1.running_mean' of Odd"
+        name = "buffer 'inner.1.running_mean' of Odd"
     else:
         model.inner[0].weight.data.mul_(2)
     assert name in found.changed()

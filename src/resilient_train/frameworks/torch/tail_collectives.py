@@ -87,6 +87,8 @@ class LoggedTail:
         self._over = False
         """``exchanged``."""
         self._told_large = self._told_otherwise = False
+        self._told_missing = set[str]()
+        """In this tail: an evaluation of a divided model comes to many collectives at one line."""
         self._clique: dict[int, Clique] = {}
 
     def begin(self, commits: int) -> None:
@@ -94,6 +96,7 @@ class LoggedTail:
         self._commits = commits
         self._end_exchange()
         self._sequence.clear()
+        self._told_missing.clear()
         self._count = 0
         if self._over:
             self._over = False
@@ -297,11 +300,14 @@ class LoggedTail:
             self._conductor.note("tail_input_missing", {"collective": asked.verb, "of": rank, "replica": stands})
             instead = "what a replica has given stands" if stands else "a neutral element, or zeros, stand"
             so = ", if that was not a part of the model," if stands else ""
-            say_aside(
+            told = (
                 f"rank {rank} died, or ended its step, before it came to the {asked.verb} at {line()}: {instead} for "
                 f"its input, so{so} its result is not that of the undisturbed run, nor is what is computed from it "
                 "(docs/how-to/after-the-update.md)"
             )
+            if told not in self._told_missing:
+                self._told_missing.add(told)
+                say_aside(told)
 
     def _neutral(self, asked: _Asked, member: int) -> Args:
         """Arguments like this rank's own, with inputs that change no result."""

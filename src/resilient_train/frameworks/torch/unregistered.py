@@ -43,26 +43,29 @@ _NOT_FOLLOWED = (type, ModuleType, torch.nn.Module, torch.Tensor, torch.optim.Op
 
 
 class Strange(msgspec.Struct, array_like=True, frozen=True, order=True):
-    """A parameter. ``kind``: the class of the outermost module that it is in, and ``name`` its name there."""
+    """``what``: a parameter, or a buffer. ``kind``: the class of the outermost module that it is in, and ``name`` its
+    name there.
+    """
 
+    what: str
     kind: str
     name: str
     form: str
     digest: int
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> tuple[str, str, str, str]:
         """Without its values."""
-        return self.kind, self.name, self.form
+        return self.what, self.kind, self.name, self.form
 
     @property
     def told(self) -> str:
         """For people."""
-        return f"parameter {self.name!r} of {self.kind}"
+        return f"{self.what} {self.name!r} of {self.kind}"
 
 
 class _Held(NamedTuple):
-    """A parameter by its place: what stands there may be another one later. And torch does not let a tensor be swapped
+    """One of them by its place: what stands there may be another one later. And torch does not let a tensor be swapped
     that somebody has a weak reference to.
     """
 
@@ -188,7 +191,8 @@ class _Found(NamedTuple):
 
     @property
     def strange(self) -> Strange:
-        return Strange(self.kind, self.full_name, _form(self.tensor), _digest(self.tensor))
+        what = "parameter" if self.name in self.module._parameters else "buffer"
+        return Strange(what, self.kind, self.full_name, _form(self.tensor), _digest(self.tensor))
 
 
 def _tensors(modules: Iterable[torch.nn.Module]) -> Iterator[_Found]:

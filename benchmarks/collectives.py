@@ -2,7 +2,7 @@
 
 One job, blocks of DDP steps in turn: on gloo itself (twice: the difference is noise), on a group in Python that hands
 all on, on one that has a Python function called at the end of each collective, on one that does so with the thread's
-state kept (``keep_thread_state``), and with the guard of ``frameworks/torch/guarded_works.py``. No Session.
+state kept (``keep_thread_state``), and with the guard of ``communication/guarded_works.py``. No Session.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import GroupName
 from workload import make
 
 from resilient_train._native import keep_thread_state
-from resilient_train.frameworks.torch.guarded_works import GuardedWork, Works
+from resilient_train.frameworks.torch.communication.guarded_works import GuardedWork, Works
 
 _TIMEOUT = timedelta(seconds=60)
 _VERBS = ("allreduce", "broadcast", "allgather", "_allgather_base", "reduce", "barrier")

@@ -76,7 +76,7 @@ def job(calls: int) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import _dump_fr_trace_json
 
-    from resilient_train.frameworks.torch.transports.gloo import stock_group
+    from resilient_train.frameworks.torch.communication.transports.gloo import stock_group
     from resilient_train.observe.collectives import report_of
 
     group = stock_group(dist.HashStore(), 0, 1, timedelta(seconds=60), "0", "generation 0")

@@ -210,7 +210,7 @@ def replayed(name: str, recorded: list[Window], runs: int) -> dict[str, Any]:
 def cost(rounds: int) -> dict[str, float]:
     """Microseconds a step: in the training thread of a rank, and in the agent (for two ranks, and for eight)."""
     from resilient_train._native import Board, Page
-    from resilient_train.frameworks.torch.waits import waits
+    from resilient_train.frameworks.torch.communication.waits import waits
     from resilient_train.session.compute_clock import ComputeClock
 
     board = Board.create(2)

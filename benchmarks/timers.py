@@ -40,10 +40,10 @@ WATCHED: dict[str, tuple[str, ...]] = {
     "intact": ("frameworks.torch.collectives:TorchCollectives.intact",),
     "guard": (
         "frameworks.torch.collectives:TorchCollectives.issue",
-        "frameworks.torch.guarded_works:GuardedWork.__init__",
-        "frameworks.torch.guarded_works:GuardedWork._inner_ended",
+        "frameworks.torch.communication.guarded_works:GuardedWork.__init__",
+        "frameworks.torch.communication.guarded_works:GuardedWork._inner_ended",
     ),
-    "gloo": ("frameworks.torch.process_group:ResilientGroup.run",),
+    "gloo": ("frameworks.torch.communication.process_group:ResilientGroup.run",),
 }
 """Label -> what is timed under it. Each of them is there: ``tests/pure/test_benchmarks.py``."""
 

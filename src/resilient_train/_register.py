@@ -61,9 +61,9 @@ def _register(distributed: Any) -> None:
 
 def _create(name: str, options: Any, backend_options: Any) -> Any:
     """Torch asks for a group of that backend."""
-    from resilient_train.frameworks.torch.process_group import ResilientGroup, create
-    from resilient_train.frameworks.torch.transports.hccl import HcclGroup
-    from resilient_train.frameworks.torch.transports.nccl import GlooAndNcclGroup, NcclGroup
+    from resilient_train.frameworks.torch.communication.process_group import ResilientGroup, create
+    from resilient_train.frameworks.torch.communication.transports.hccl import HcclGroup
+    from resilient_train.frameworks.torch.communication.transports.nccl import GlooAndNcclGroup, NcclGroup
 
     kinds: dict[str, type[ResilientGroup]] = {
         _BACKEND: ResilientGroup,
@@ -120,7 +120,7 @@ def _wrap_store(rendezvous: Any) -> None:
         connect = functools.partial(original, hostname, port, *args, **kwargs)
         if not _connects_late.get() or not serves(hostname, port):
             return connect()
-        from resilient_train.frameworks.torch.late_store import LateStore
+        from resilient_train.frameworks.torch.communication.late_store import LateStore
 
         return LateStore(connect)
 
@@ -195,7 +195,7 @@ def _joins() -> bool:
 
 
 def _late_store(store: Any) -> Any:
-    module = sys.modules.get("resilient_train.frameworks.torch.late_store")
+    module = sys.modules.get("resilient_train.frameworks.torch.communication.late_store")
     return module.behind(store) if module is not None else None
 
 

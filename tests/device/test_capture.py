@@ -20,8 +20,8 @@ from resilient_train.errors import VaultError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
 from resilient_train.frameworks.roles import Image, Objects, SavedTree, SaveShare  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
-from resilient_train.frameworks.torch.staging import BUFFER_BYTES, Staging  # noqa: E402
 from resilient_train.frameworks.torch.state import TorchState  # noqa: E402
+from resilient_train.frameworks.torch.tensors.staging import BUFFER_BYTES, Staging  # noqa: E402
 from resilient_train.state.checkpoint.restore_from_memory import HeldImage, fill_from  # noqa: E402
 from resilient_train.state.vault.slots import SlotPair, create, image_digest  # noqa: E402
 

@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from resilient_train._native import Copier  # noqa: E402
-from resilient_train.frameworks.torch.device_digest import device_digest  # noqa: E402
-from resilient_train.frameworks.torch.fingerprint import TorchFingerprint  # noqa: E402
+from resilient_train.frameworks.torch.tensors.device_digest import device_digest  # noqa: E402
+from resilient_train.frameworks.torch.tensors.fingerprint import TorchFingerprint  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,

@@ -20,7 +20,7 @@ settings.load_profile("busy machine")
 @pytest.fixture
 def as_in_a_fork() -> Iterator[None]:
     """What there is now, the collector does not look at: pytest holds half a million objects, a rank its script's."""
-    from resilient_train.frameworks.torch import listed_objects  # not where there is no torch
+    from resilient_train.frameworks.torch.watching import listed_objects  # not where there is no torch
 
     gc.freeze()
     listed_objects._in_fork()

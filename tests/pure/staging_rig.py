@@ -13,8 +13,8 @@ from resilient_train._native import DIGEST_CHUNK_BYTES, Copier
 from resilient_train.frameworks.accelerator import Host
 from resilient_train.frameworks.roles import Image, Objects, SaveShare
 from resilient_train.frameworks.torch.rank_state import TorchRankState
-from resilient_train.frameworks.torch.staging import Staging
 from resilient_train.frameworks.torch.state import TorchState
+from resilient_train.frameworks.torch.tensors.staging import Staging
 
 STEP = 7
 WHOLE = SaveShare(0, 1, 0, 1)

@@ -26,11 +26,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from resilient_train.errors import ConfigError, StateError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
 from resilient_train.frameworks.roles import Engine, Objects  # noqa: E402
-from resilient_train.frameworks.torch.admission import without_optimizer  # noqa: E402
+from resilient_train.frameworks.torch.checks.admission import without_optimizer  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
-from resilient_train.frameworks.torch.leaves import span_of  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
 from resilient_train.frameworks.torch.state import TorchState  # noqa: E402
+from resilient_train.frameworks.torch.tensors.leaves import span_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from resilient_train.frameworks.torch import gloo_at_rest as module
-from resilient_train.frameworks.torch.gloo_at_rest import AtRest
+from resilient_train.frameworks.torch.communication import gloo_at_rest as module
+from resilient_train.frameworks.torch.communication.gloo_at_rest import AtRest
 
 LOOKS_S = 0.15
 """Several times as long as rest takes to be seen."""
@@ -215,7 +215,7 @@ def test_threads_of_groups_that_were_left_before_do_not_count() -> None:
 def test_who_waits_for_gloo_and_then_copies_may_be_awake() -> None:
     """torch has the result of a reduce-scatter copied by who waits for it."""
     pytest.importorskip("torch")
-    from resilient_train.frameworks.torch.guarded_works import InThread
+    from resilient_train.frameworks.torch.communication.guarded_works import InThread
 
     class Slow:
         def __init__(self) -> None:

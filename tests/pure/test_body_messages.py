@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from resilient_train.frameworks.torch.body_messages import BodyMessages
+from resilient_train.frameworks.torch.communication.body_messages import BodyMessages
 from resilient_train.protocol.carried_messages import CarriedMessages
 from resilient_train.protocol.commands import EndJob
 from resilient_train.protocol.controller import Controller

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from resilient_train.errors import TransferError  # noqa: E402
 from resilient_train.frameworks.roles import Objects  # noqa: E402
-from resilient_train.frameworks.torch import buckets as buckets_module  # noqa: E402
-from resilient_train.frameworks.torch import process_group as group_module  # noqa: E402
-from resilient_train.frameworks.torch.buckets import Buckets  # noqa: E402
-from resilient_train.frameworks.torch.kept_state import KeptState  # noqa: E402
-from resilient_train.frameworks.torch.process_group import ResilientGroup  # noqa: E402
+from resilient_train.frameworks.torch.communication import buckets as buckets_module  # noqa: E402
+from resilient_train.frameworks.torch.communication import process_group as group_module  # noqa: E402
+from resilient_train.frameworks.torch.communication.buckets import Buckets  # noqa: E402
+from resilient_train.frameworks.torch.communication.process_group import ResilientGroup  # noqa: E402
+from resilient_train.frameworks.torch.kept.kept_state import KeptState  # noqa: E402
 
 
 class CutError(Exception):

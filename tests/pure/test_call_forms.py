@@ -12,9 +12,9 @@ import torch.distributed as dist  # noqa: E402 - only where torch is
 from torch._C import _distributed_c10d as c10d  # noqa: E402 - likewise
 
 from resilient_train.errors import UsageError  # noqa: E402 - likewise
-from resilient_train.frameworks.torch.call_codec import call_of, check_repeatable, header_of  # noqa: E402 - likewise
-from resilient_train.frameworks.torch.call_forms import in_places  # noqa: E402 - likewise
-from resilient_train.frameworks.torch.collective_results import VERBS  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.communication.call_codec import call_of, check_repeatable, header_of  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.communication.call_forms import in_places  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.communication.collective_results import VERBS  # noqa: E402 - likewise
 
 ONE, TWO = torch.ones(2), torch.zeros(2)
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from resilient_train.frameworks.torch.call_words import told, word_of
-from resilient_train.frameworks.torch.collective_results import VERBS
+from resilient_train.frameworks.torch.communication.call_words import told, word_of
+from resilient_train.frameworks.torch.communication.collective_results import VERBS
 
 Args = tuple[Any, ...]
 

@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402 - only where torch is
 from torch.nn.utils import clip_grad  # noqa: E402
 
 from resilient_train.errors import UsageError  # noqa: E402
-from resilient_train.frameworks.torch.carried_gradients import CarriedGradients  # noqa: E402
+from resilient_train.frameworks.torch.checks.carried_gradients import CarriedGradients  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from resilient_train.errors import ConfigError  # noqa: E402
-from resilient_train.frameworks.torch.checkpoint_pieces import (  # noqa: E402
+from resilient_train.frameworks.torch.tensors.checkpoint_pieces import (  # noqa: E402
     contents,
     local,
     memory_of,
     names_of,
     piece_of,
 )
-from resilient_train.frameworks.torch.leaves import TENSORS, dtype_of, span_of  # noqa: E402
+from resilient_train.frameworks.torch.tensors.leaves import TENSORS, dtype_of, span_of  # noqa: E402
 from resilient_train.state import sharding  # noqa: E402
 from resilient_train.state.checkpoint.draft import CheckpointDraft  # noqa: E402
 from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint  # noqa: E402

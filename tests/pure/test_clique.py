@@ -13,7 +13,7 @@ import os, resource, sys
 import torch
 from torch._C import _distributed_c10d as c10d
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.torch.clique import Clique
+from resilient_train.frameworks.torch.communication.clique import Clique
 
 hard = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))

@@ -18,11 +18,11 @@ from resilient_train.errors import UsageError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
 from resilient_train.frameworks.roles import Objects  # noqa: E402
 from resilient_train.frameworks.torch import groups as groups_module  # noqa: E402
+from resilient_train.frameworks.torch.checks.unregistered import Unregistered  # noqa: E402
 from resilient_train.frameworks.torch.collectives import TorchCollectives  # noqa: E402
+from resilient_train.frameworks.torch.communication.guarded_works import GuardedWork  # noqa: E402
+from resilient_train.frameworks.torch.communication.process_group import works  # noqa: E402
 from resilient_train.frameworks.torch.groups import TorchGroups  # noqa: E402
-from resilient_train.frameworks.torch.guarded_works import GuardedWork  # noqa: E402
-from resilient_train.frameworks.torch.process_group import works  # noqa: E402
-from resilient_train.frameworks.torch.unregistered import Unregistered  # noqa: E402
 from resilient_train.protocol.rank_effects import Mode  # noqa: E402
 
 pytestmark = pytest.mark.torch

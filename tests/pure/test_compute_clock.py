@@ -17,10 +17,10 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402 - only where torch is
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402 - likewise
 
-from resilient_train.frameworks.torch import process_group as group_module  # noqa: E402 - likewise
-from resilient_train.frameworks.torch.guarded_works import GuardedWork  # noqa: E402 - likewise
-from resilient_train.frameworks.torch.process_group import ResilientGroup  # noqa: E402 - likewise
-from resilient_train.frameworks.torch.waits import CollectiveWaits, waits  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.communication import process_group as group_module  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.communication.guarded_works import GuardedWork  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.communication.process_group import ResilientGroup  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.communication.waits import CollectiveWaits, waits  # noqa: E402 - likewise
 
 MS = 1_000_000
 LATE_S = 0.05

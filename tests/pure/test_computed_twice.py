@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from pure.test_controller import of, running
 from resilient_train.frameworks.roles import Given
-from resilient_train.frameworks.torch import fingerprint
 from resilient_train.frameworks.torch.collectives import _digest
-from resilient_train.frameworks.torch.fingerprint import tensor_digest
+from resilient_train.frameworks.torch.tensors import fingerprint
+from resilient_train.frameworks.torch.tensors.fingerprint import tensor_digest
 from resilient_train.launch.agent.console_text import told
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn

@@ -10,11 +10,11 @@ from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 
 from resilient_train.frameworks.accelerator import Host
 from resilient_train.frameworks.roles import Objects, Sources
-from resilient_train.frameworks.torch.containers import copy_tree, dressed, worn
-from resilient_train.frameworks.torch.leaves import TENSORS, pack, state_of, unpack
+from resilient_train.frameworks.torch.kept.watched_state import WatchedState
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
-from resilient_train.frameworks.torch.watched_state import WatchedState
+from resilient_train.frameworks.torch.tensors.containers import copy_tree, dressed, worn
+from resilient_train.frameworks.torch.tensors.leaves import TENSORS, pack, state_of, unpack
 from resilient_train.state.transfer import Span, view
 from resilient_train.state.tree import flatten
 

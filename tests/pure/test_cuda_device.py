@@ -15,8 +15,8 @@ import torch.distributed as dist  # noqa: E402 - only where torch is
 from resilient_train.errors import ConfigError, DeviceError  # noqa: E402
 from resilient_train.frameworks.torch import cuda_device  # noqa: E402
 from resilient_train.frameworks.torch import device as device_module  # noqa: E402
+from resilient_train.frameworks.torch.communication.transports.nccl import CUT, NcclGroup  # noqa: E402
 from resilient_train.frameworks.torch.cuda_device import CudaDevice  # noqa: E402
-from resilient_train.frameworks.torch.transports.nccl import CUT, NcclGroup  # noqa: E402
 
 
 class Machine:

@@ -10,9 +10,9 @@ from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import TransferError  # noqa: E402
 from resilient_train.frameworks.roles import Damage, Objects  # noqa: E402
-from resilient_train.frameworks.torch.damage import InjectedErrors, assess, extent, move  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.frameworks.torch.state import TorchState  # noqa: E402
+from resilient_train.frameworks.torch.tensors.damage import InjectedErrors, assess, extent, move  # noqa: E402
 from resilient_train.state.transfer import Span, view  # noqa: E402
 
 

@@ -16,9 +16,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402 - only where torch is
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from resilient_train.frameworks.torch.call_codec import bytes_of, fill_all  # noqa: E402
-from resilient_train.frameworks.torch.derived_values import DerivedValues  # noqa: E402
-from resilient_train.frameworks.torch.storages import memory_of  # noqa: E402
+from resilient_train.frameworks.torch.communication.call_codec import bytes_of, fill_all  # noqa: E402
+from resilient_train.frameworks.torch.communication.derived_values import DerivedValues  # noqa: E402
+from resilient_train.frameworks.torch.tensors.storages import memory_of  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("as_in_a_fork")]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from resilient_train._native import Copier
-from resilient_train.frameworks.torch import device_digest as module
-from resilient_train.frameworks.torch import fingerprint as fingerprints
-from resilient_train.frameworks.torch.device_digest import device_digest
-from resilient_train.frameworks.torch.fingerprint import TorchFingerprint, tensor_digest
+from resilient_train.frameworks.torch.tensors import device_digest as module
+from resilient_train.frameworks.torch.tensors import fingerprint as fingerprints
+from resilient_train.frameworks.torch.tensors.device_digest import device_digest
+from resilient_train.frameworks.torch.tensors.fingerprint import TorchFingerprint, tensor_digest
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool, torch.complex64,

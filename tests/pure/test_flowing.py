@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter  # noqa: E402
 
 from resilient_train.errors import UsageError  # noqa: E402
 from resilient_train.frameworks.roles import Objects  # noqa: E402
-from resilient_train.frameworks.torch.flowing import Flowing  # noqa: E402
+from resilient_train.frameworks.torch.checks.flowing import Flowing  # noqa: E402
 from resilient_train.session.carried import Carried  # noqa: E402
 from resilient_train.session.step import Steps  # noqa: E402
 

@@ -19,9 +19,14 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402 - only where torch is
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402 - likewise
 
-from resilient_train.frameworks.torch import process_group as group_module  # noqa: E402 - likewise
-from resilient_train.frameworks.torch.guarded_works import GuardedMessage, GuardedWork, ScatteredWork, Works  # noqa: E402 - likewise
-from resilient_train.frameworks.torch.process_group import ResilientGroup  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.communication import process_group as group_module  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.communication.guarded_works import (  # noqa: E402 - likewise
+    GuardedMessage,
+    GuardedWork,
+    ScatteredWork,
+    Works,
+)
+from resilient_train.frameworks.torch.communication.process_group import ResilientGroup  # noqa: E402 - likewise
 
 GIVEN_UP = "the collective was given up"
 

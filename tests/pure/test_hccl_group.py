@@ -17,9 +17,9 @@ from torch._C._distributed_c10d import ProcessGroupGloo  # noqa: E402
 from resilient_train import _register  # noqa: E402
 from resilient_train.errors import UsageError  # noqa: E402
 from resilient_train.frameworks.torch import groups as groups_module  # noqa: E402
-from resilient_train.frameworks.torch import process_group as group_module  # noqa: E402
+from resilient_train.frameworks.torch.communication import process_group as group_module  # noqa: E402
+from resilient_train.frameworks.torch.communication.transports.hccl import HcclGroup  # noqa: E402
 from resilient_train.frameworks.torch.groups import TorchGroups  # noqa: E402
-from resilient_train.frameworks.torch.transports.hccl import HcclGroup  # noqa: E402
 
 NOWHERE: Any = None
 """Addresses that nobody asks: HCCL's store is torch's."""

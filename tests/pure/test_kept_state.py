@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from resilient_train.frameworks.roles import Objects
-from resilient_train.frameworks.torch.containers import copy_tree
-from resilient_train.frameworks.torch.kept_state import KeptState, Modes, zero
+from resilient_train.frameworks.torch.kept.kept_state import KeptState, Modes, zero
+from resilient_train.frameworks.torch.tensors.containers import copy_tree
 
 
 class Plain:

@@ -6,7 +6,7 @@ import pytest
 
 dist = pytest.importorskip("torch.distributed")
 
-from resilient_train.frameworks.torch.late_store import LateStore, behind  # noqa: E402
+from resilient_train.frameworks.torch.communication.late_store import LateStore, behind  # noqa: E402
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from msgspec import msgpack
 
 from resilient_train.errors import ProtocolError
-from resilient_train.frameworks.torch.leaves import BITS, TENSORS, pack, strides_of, unpack
+from resilient_train.frameworks.torch.tensors.leaves import BITS, TENSORS, pack, strides_of, unpack
 from resilient_train.state.tree import flatten
 
 X = torch.arange(120.0).reshape(2, 3, 4, 5)

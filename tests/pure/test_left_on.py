@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from resilient_train.frameworks.torch.left_on import HungOnSince, SwitchedOn, TakenOff, forwards_of
-from resilient_train.frameworks.torch.module_entries import ModuleEntries
+from resilient_train.frameworks.torch.kept.left_on import HungOnSince, SwitchedOn, TakenOff, forwards_of
+from resilient_train.frameworks.torch.kept.module_entries import ModuleEntries
 
 
 def hook(*_: object) -> None:

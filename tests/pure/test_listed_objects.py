@@ -6,11 +6,11 @@ import subprocess
 import sys
 from typing import Any
 
-from resilient_train.frameworks.torch.listed_objects import instances_of
+from resilient_train.frameworks.torch.watching.listed_objects import instances_of
 
 PROGRAM = """
 import gc, os
-from resilient_train.frameworks.torch.listed_objects import listed
+from resilient_train.frameworks.torch.watching.listed_objects import listed
 
 class Thing: pass
 

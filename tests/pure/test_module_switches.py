@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from resilient_train.frameworks.roles import Objects  # noqa: E402
-from resilient_train.frameworks.torch.kept_state import KeptState, Modes  # noqa: E402
+from resilient_train.frameworks.torch.kept.kept_state import KeptState, Modes  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -13,7 +13,7 @@ import torch
 from msgspec import msgpack
 from torch import nn
 
-from resilient_train.frameworks.torch.module_values import ModuleValues, ValuesOf
+from resilient_train.frameworks.torch.kept.module_values import ModuleValues, ValuesOf
 
 
 class Annealed(nn.Module):

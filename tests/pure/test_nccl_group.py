@@ -16,10 +16,10 @@ import torch.distributed as dist  # noqa: E402 - only where torch is
 from torch._C._distributed_c10d import ProcessGroupGloo  # noqa: E402
 
 from resilient_train.errors import ConfigError, UsageError  # noqa: E402
-from resilient_train.frameworks.torch import process_group as group_module  # noqa: E402
-from resilient_train.frameworks.torch.address_store import FirstAddresses  # noqa: E402
-from resilient_train.frameworks.torch.transports import nccl  # noqa: E402
-from resilient_train.frameworks.torch.transports.nccl import GlooAndNcclGroup, NcclGroup  # noqa: E402
+from resilient_train.frameworks.torch.communication import process_group as group_module  # noqa: E402
+from resilient_train.frameworks.torch.communication.address_store import FirstAddresses  # noqa: E402
+from resilient_train.frameworks.torch.communication.transports import nccl  # noqa: E402
+from resilient_train.frameworks.torch.communication.transports.nccl import GlooAndNcclGroup, NcclGroup  # noqa: E402
 
 CPU = torch.device("cpu")
 NOWHERE: Any = None

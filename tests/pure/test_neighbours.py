@@ -12,8 +12,8 @@ import torch
 from resilient_train.errors import StateError
 from resilient_train.frameworks.roles import Given
 from resilient_train.frameworks.torch.collectives import _note_message
-from resilient_train.frameworks.torch.leaves import unpack
-from resilient_train.frameworks.torch.shared_batch import share
+from resilient_train.frameworks.torch.tensors.leaves import unpack
+from resilient_train.frameworks.torch.tensors.shared_batch import share
 from resilient_train.protocol.messages import Computed
 from resilient_train.protocol.neighbours import Judgement, Round, judge, neighbour
 

@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402 - only where torch is
 from resilient_train.errors import LayoutError, StateError  # noqa: E402
 from resilient_train.frameworks.roles import Objects  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
-from resilient_train.frameworks.torch.optimizer_groups import parameters_of  # noqa: E402
+from resilient_train.frameworks.torch.kept.optimizer_groups import parameters_of  # noqa: E402
 from resilient_train.state.transfer import Span, view  # noqa: E402
 
 pytestmark = pytest.mark.torch

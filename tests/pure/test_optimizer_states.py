@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from resilient_train.frameworks.torch.optimizer_states import WrittenStates
+from resilient_train.frameworks.torch.kept.optimizer_states import WrittenStates
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

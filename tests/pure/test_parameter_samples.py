@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import UsageError  # noqa: E402
-from resilient_train.frameworks.torch.parameter_samples import Sample, Samples  # noqa: E402
+from resilient_train.frameworks.torch.checks.parameter_samples import Sample, Samples  # noqa: E402
 from resilient_train.session.bodies_without_update import PATIENCE, BodiesWithoutUpdate  # noqa: E402
 
 pytestmark = pytest.mark.torch

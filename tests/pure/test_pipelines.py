@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from resilient_train.errors import UsageError  # noqa: E402
-from resilient_train.frameworks.torch import pipelines  # noqa: E402
+from resilient_train.frameworks.torch.sharding import pipelines  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("as_in_a_fork")]
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from resilient_train.errors import ProtocolError, UsageError
-from resilient_train.frameworks.torch import process_group as group_module
-from resilient_train.frameworks.torch.gloo_at_rest import gloos_threads
+from resilient_train.frameworks.torch.communication import process_group as group_module
+from resilient_train.frameworks.torch.communication.gloo_at_rest import gloos_threads
+from resilient_train.frameworks.torch.communication.process_group import BuiltGroup, ResilientGroup
+from resilient_train.frameworks.torch.communication.transports import gloo
 from resilient_train.frameworks.torch.groups import _strange_backend
-from resilient_train.frameworks.torch.process_group import BuiltGroup, ResilientGroup
-from resilient_train.frameworks.torch.transports import gloo
 
 Connection = tuple[socket.socket, socket.socket]
 

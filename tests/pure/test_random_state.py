@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from resilient_train.frameworks.torch import generators  # noqa: E402 - only where torch is
-from resilient_train.frameworks.torch.generators import random_state, restore_random_state  # noqa: E402 - only where torch is
+from resilient_train.frameworks.torch.kept import generators  # noqa: E402 - only where torch is
+from resilient_train.frameworks.torch.kept.generators import random_state, restore_random_state  # noqa: E402 - only where torch is
 
 # The global generators are what is under test.
 # ruff: noqa: NPY002

@@ -16,10 +16,10 @@ from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import ConfigError, ProtocolError, StateError  # noqa: E402
 from resilient_train.frameworks.roles import WrittenInTail  # noqa: E402
-from resilient_train.frameworks.torch import buffers as buffers_module  # noqa: E402
-from resilient_train.frameworks.torch.buffers import Buffers  # noqa: E402 - likewise
-from resilient_train.frameworks.torch.leaves import pack, unpack  # noqa: E402
+from resilient_train.frameworks.torch.kept import buffers as buffers_module  # noqa: E402
+from resilient_train.frameworks.torch.kept.buffers import Buffers  # noqa: E402 - likewise
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
+from resilient_train.frameworks.torch.tensors.leaves import pack, unpack  # noqa: E402
 
 
 class Counter:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import Store
 
-from resilient_train.frameworks.torch import process_group as group_module
-from resilient_train.frameworks.torch.process_group import BuiltGroup, ResilientGroup
+from resilient_train.frameworks.torch.communication import process_group as group_module
+from resilient_train.frameworks.torch.communication.process_group import BuiltGroup, ResilientGroup
 from resilient_train.protocol.messages import Address
 from resilient_train.session.rebuild import AddressExchange, build_groups
 

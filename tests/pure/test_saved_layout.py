@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 from pure.staging_rig import STEP, WHOLE, Trained, room  # noqa: E402
 from resilient_train._native import Copier  # noqa: E402
 from resilient_train.frameworks.roles import SaveShare  # noqa: E402
-from resilient_train.frameworks.torch.snapshot_images import Images  # noqa: E402
-from resilient_train.frameworks.torch.staging import Staging  # noqa: E402
+from resilient_train.frameworks.torch.tensors.snapshot_images import Images  # noqa: E402
+from resilient_train.frameworks.torch.tensors.staging import Staging  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

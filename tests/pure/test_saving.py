@@ -16,7 +16,7 @@ from pure.silent_holder import silent_holder  # noqa: E402
 from pure.staging_rig import TIMEOUT_S, LateCopier, Trained, trained_pair  # noqa: E402
 from resilient_train._native import DIGEST_CHUNK_BYTES, Board, Copier  # noqa: E402
 from resilient_train.errors import MemoryLimitError  # noqa: E402
-from resilient_train.frameworks.torch import staging  # noqa: E402
+from resilient_train.frameworks.torch.tensors import staging  # noqa: E402
 from resilient_train.protocol.messages import Captured, OpenVault, Skipped, Unsaved, VaultOpened  # noqa: E402
 from resilient_train.session import saving as saving_module  # noqa: E402
 from resilient_train.session.cadence import Due, Wish  # noqa: E402

@@ -13,7 +13,7 @@ import torch
 
 import resilient_train as rt
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.torch.arguments import look
+from resilient_train.frameworks.torch.checks.arguments import look
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.session.body_variables import BodyVariables
 from resilient_train.session.calls import Calls

@@ -22,13 +22,13 @@ from resilient_train import config, standby_stage  # noqa: E402
 from resilient_train.errors import ConfigError  # noqa: E402
 from resilient_train.frameworks import set_up_recall  # noqa: E402
 from resilient_train.frameworks.roles import Objects  # noqa: E402
-from resilient_train.frameworks.torch.call_codec import bytes_of, header_of  # noqa: E402
-from resilient_train.frameworks.torch.clique import Clique  # noqa: E402
-from resilient_train.frameworks.torch.collective_results import VERBS, run_alone  # noqa: E402
-from resilient_train.frameworks.torch.ddp_traffic import Traffic  # noqa: E402
-from resilient_train.frameworks.torch.set_up import SetUpCollectives  # noqa: E402
-from resilient_train.frameworks.torch.storages import registered  # noqa: E402
-from resilient_train.frameworks.torch.unregistered import Unregistered  # noqa: E402
+from resilient_train.frameworks.torch.checks.unregistered import Unregistered  # noqa: E402
+from resilient_train.frameworks.torch.communication.call_codec import bytes_of, header_of  # noqa: E402
+from resilient_train.frameworks.torch.communication.clique import Clique  # noqa: E402
+from resilient_train.frameworks.torch.communication.collective_results import VERBS, run_alone  # noqa: E402
+from resilient_train.frameworks.torch.communication.ddp_traffic import Traffic  # noqa: E402
+from resilient_train.frameworks.torch.communication.set_up import SetUpCollectives  # noqa: E402
+from resilient_train.frameworks.torch.tensors.storages import registered  # noqa: E402
 from resilient_train.protocol.messages import SetUp  # noqa: E402
 from resilient_train.state.set_up_record import Recorded, SetUpRecord  # noqa: E402
 
@@ -492,7 +492,7 @@ def test_what_comes_of_averaged_gradients(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_training_without_a_session_is_followed_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind that it costs nothing, and a loop that begins all the same is refused."""
-    monkeypatch.setattr("resilient_train.frameworks.torch.derived_values.PASSES", 3)
+    monkeypatch.setattr("resilient_train.frameworks.torch.communication.derived_values.PASSES", 3)
     set_up = SetUpCollectives()
     hand_out(set_up, 1.0, 1.0)
     for number in range(5):

@@ -20,7 +20,7 @@ from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx  # noqa: E402
 
-from resilient_train.frameworks.torch.sharded import Sharding  # noqa: E402
+from resilient_train.frameworks.torch.sharding.sharded import Sharding  # noqa: E402
 from resilient_train.interrupt import _whole_calls  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(1200)]

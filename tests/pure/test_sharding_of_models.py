@@ -23,10 +23,10 @@ from resilient_train.errors import ConfigError, LayoutError, StateError  # noqa:
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
 from resilient_train.frameworks.roles import Damage, Objects, SavedTree, SaveShare  # noqa: E402
 from resilient_train.frameworks.torch.gradients import TorchGradients  # noqa: E402
-from resilient_train.frameworks.torch.leaves import TENSORS, local, pack, version_of  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
-from resilient_train.frameworks.torch.sharded import Sharding, placed_like  # noqa: E402
+from resilient_train.frameworks.torch.sharding.sharded import Sharding, placed_like  # noqa: E402
 from resilient_train.frameworks.torch.state import TorchState  # noqa: E402
+from resilient_train.frameworks.torch.tensors.leaves import TENSORS, local, pack, version_of  # noqa: E402
 from resilient_train.state.checkpoint.restore_from_memory import _lacking  # noqa: E402
 from resilient_train.state.sharding import Piece  # noqa: E402
 from resilient_train.state.transfer import Span, view  # noqa: E402

@@ -13,9 +13,9 @@ from pure.staging_rig import STEP, TIMEOUT_S, WHOLE, LateCopier, Trained, host_i
 from resilient_train._native import DIGEST_CHUNK_BYTES, Copier  # noqa: E402
 from resilient_train.errors import MemoryLimitError, TransferError, VaultError  # noqa: E402
 from resilient_train.frameworks.roles import Objects, SavedTree, SaveShare  # noqa: E402
-from resilient_train.frameworks.torch import staging  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
-from resilient_train.frameworks.torch.staging import Staging  # noqa: E402
+from resilient_train.frameworks.torch.tensors import staging  # noqa: E402
+from resilient_train.frameworks.torch.tensors.staging import Staging  # noqa: E402
 from resilient_train.state.checkpoint.restore_from_memory import HeldImage, fill_from  # noqa: E402
 from resilient_train.state.vault.slots import image_digest  # noqa: E402
 

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402 - only where torch is
 
-from resilient_train.frameworks.torch.clique import Clique  # noqa: E402
-from resilient_train.frameworks.torch.tail_collectives import _divide, _in_any_order, _summed  # noqa: E402
+from resilient_train.frameworks.torch.communication.clique import Clique  # noqa: E402
+from resilient_train.frameworks.torch.communication.tail_collectives import _divide, _in_any_order, _summed  # noqa: E402
 
 
 def calls(operation: Any, *given: Any) -> list[tuple[Any, ...]]:

@@ -74,7 +74,7 @@ def test_scaler_keeps_what_was_unscaled_where_a_redo_clears_it() -> None:
 
 
 def test_group_can_be_subclassed_with_all_verbs() -> None:
-    from resilient_train.frameworks.torch.collective_results import POINT_TO_POINT, VERBS
+    from resilient_train.frameworks.torch.communication.collective_results import POINT_TO_POINT, VERBS
 
     for verb in (*VERBS, *POINT_TO_POINT):
         assert hasattr(dist.ProcessGroup, verb), verb
@@ -123,7 +123,7 @@ def test_sharded_tensors_tell_their_blocks() -> None:
 
 
 def test_meshes_tell_their_slices() -> None:
-    """What ``frameworks/torch/sharded._held`` asks a mesh; the mesh itself shows that of this process only."""
+    """What ``frameworks/torch/sharding/sharded._held`` asks a mesh; the mesh itself shows that of this process only."""
     from torch.distributed.device_mesh import DeviceMesh
 
     source = inspect.getsource(DeviceMesh.mesh.fget)
@@ -131,10 +131,10 @@ def test_meshes_tell_their_slices() -> None:
 
 
 def test_schedules_of_pipelines_say_whether_they_have_begun() -> None:
-    """What ``frameworks/torch/pipelines.py`` asks of them, and sets."""
+    """What ``frameworks/torch/sharding/pipelines.py`` asks of them, and sets."""
     from torch.distributed.pipelining import schedules, stage
 
-    from resilient_train.frameworks.torch import pipelines
+    from resilient_train.frameworks.torch.sharding import pipelines
 
     single, multi = (inspect.getsource(getattr(schedules, f"PipelineSchedule{each}")) for each in ("Single", "Multi"))
     assert "self._stage = stage" in single
@@ -167,7 +167,7 @@ def test_what_fsdp_can_be_switched_is_where_it_was() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    from resilient_train.frameworks.torch import module_switches
+    from resilient_train.frameworks.torch.kept import module_switches
 
     group, state = inspect.getsource(FSDPParamGroup.__init__), inspect.getsource(FSDPState.__init__)
     for name in (*module_switches._OF_GROUP, module_switches._MESH):
@@ -254,7 +254,7 @@ def test_the_recorder_sees_gloo_by_the_names_of_our_groups() -> None:
 
     from torch._C._distributed_c10d import _dump_fr_trace_json
 
-    from resilient_train.frameworks.torch.transports.gloo import stock_group
+    from resilient_train.frameworks.torch.communication.transports.gloo import stock_group
     from resilient_train.observe.collectives import report_of
 
     group = stock_group(dist.HashStore(), 0, 1, timedelta(seconds=10), "of mine", "generation 3")
@@ -292,7 +292,7 @@ def test_a_recorder_that_is_too_large_to_be_asked_is_not_asked(monkeypatch: pyte
 
 
 def test_a_sharded_model_has_what_is_asked_of_it() -> None:
-    """What ``frameworks/torch/sharded.py`` asks; ``test_sharding_of_models.py`` and ``test_sharded_cut.py`` do it."""
+    """What ``sharding/sharded.py`` asks; ``test_sharding_of_models.py`` and ``test_sharded_cut.py`` do it."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.frameworks.roles import Objects  # noqa: E402
-from resilient_train.frameworks.torch.storages import registered  # noqa: E402
-from resilient_train.frameworks.torch.unregistered import Unregistered  # noqa: E402
+from resilient_train.frameworks.torch.checks.unregistered import Unregistered  # noqa: E402
+from resilient_train.frameworks.torch.tensors.storages import registered  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("as_in_a_fork")]
 
@@ -311,7 +311,7 @@ def test_a_scheduler_that_something_registered_publishes_is_not_told(how: str) -
 
 def test_a_data_set_is_not_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands near is found all the same."""
-    monkeypatch.setattr("resilient_train.frameworks.torch.unregistered._REACHED_MAX", 50)
+    monkeypatch.setattr("resilient_train.frameworks.torch.checks.unregistered._REACHED_MAX", 50)
     model = nn.Linear(2, 2)
     optimizer, scheduler = scheduled(model)
     found = counting(model, Trainer([[[number]] for number in range(1000)], scheduler))

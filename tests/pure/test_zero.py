@@ -18,10 +18,10 @@ from resilient_train.errors import ConfigError, LayoutError, UsageError  # noqa:
 from resilient_train.frameworks.roles import Objects  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.frameworks.torch.gradients import TorchGradients  # noqa: E402
-from resilient_train.frameworks.torch.optimizer_entries import put_entries  # noqa: E402
-from resilient_train.frameworks.torch.optimizer_groups import groups_of, regroup  # noqa: E402
+from resilient_train.frameworks.torch.kept.optimizer_entries import put_entries  # noqa: E402
+from resilient_train.frameworks.torch.kept.optimizer_groups import groups_of, regroup  # noqa: E402
+from resilient_train.frameworks.torch.sharding.zero import ZeroOptimizer, ZeroParts, shown, stepping  # noqa: E402
 from resilient_train.frameworks.torch.state import _check_parts, _put_together  # noqa: E402
-from resilient_train.frameworks.torch.zero import ZeroOptimizer, ZeroParts, shown, stepping  # noqa: E402
 
 RANK, WORLD = 1, 3
 

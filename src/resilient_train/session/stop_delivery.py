@@ -2,7 +2,7 @@
 
 The watchdog (native) shuts the sockets that the thread may wait on, and signals it; ``Interrupt`` raises in the body
 of a step. Closing a group's sockets ends nearly every collective within 2 ms, a signal nearly everything else. What
-neither reaches (see ``frameworks/torch/guarded_works.py``) is let go by a thread that sleeps in the kernel until a
+neither reaches (see ``communication/guarded_works.py``) is let go by a thread that sleeps in the kernel until a
 stop is raised. That thread also sees when the agent asks for a report of this rank's collectives.
 """
 

@@ -604,7 +604,7 @@ class World:
         return sum(value for _, value in self.tail_calls[who.machine.generation, commits, index])
 
     def exchanged(self, who: SimRank, commits: int, index: int) -> int | None:
-        """The result of a collective by what its members have published, see ``frameworks/torch/tail_collectives.py``.
+        """The result of a collective by what its members have published, see ``tail_collectives.py``.
         None: it is not there yet.
         """
         members = self.layout.calls(commits - 1)[index]

@@ -1,4 +1,4 @@
-"""Runs each collective twice: by processes over gloo, and from logs (``frameworks/torch/tail_collectives.py``).
+"""Runs each collective twice: by processes over gloo, and from logs (``tail_collectives.py``).
 
 ``clique.py RANKS[,RANKS...] FOLDER [long]`` prints [{"cases": how many, "different": their names}, ...].
 """
@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from resilient_train.frameworks.roles import LoggedCall
-from resilient_train.frameworks.torch.process_group import ResilientGroup, wait_for_droppers
-from resilient_train.frameworks.torch.tail_collectives import LoggedTail
-from resilient_train.frameworks.torch.transports.gloo import stock_group
+from resilient_train.frameworks.torch.communication.process_group import ResilientGroup, wait_for_droppers
+from resilient_train.frameworks.torch.communication.tail_collectives import LoggedTail
+from resilient_train.frameworks.torch.communication.transports.gloo import stock_group
 from resilient_train.protocol.rank_effects import Mode
 
 TIMEOUT = timedelta(seconds=120)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import resilient_train  # noqa: F401 - makes the backend known
-from resilient_train.frameworks.torch import process_group as group_module
-from resilient_train.frameworks.torch.process_group import ResilientGroup, groups
+from resilient_train.frameworks.torch.communication import process_group as group_module
+from resilient_train.frameworks.torch.communication.process_group import ResilientGroup, groups
 
 KINDS = ("healthy", "timeout", "shut", "death")
 """A collective of unlike sizes is not among them: gloo ends the process over it (std::terminate)."""

@@ -15,7 +15,7 @@ import torch_npu
 
 import resilient_train as rt
 from resilient_train.config import read_link
-from resilient_train.frameworks.torch.leaves import local
+from resilient_train.frameworks.torch.tensors.leaves import local
 from resilient_train.frameworks.torch_npu import device
 
 script, faults = sys.argv[1:3]

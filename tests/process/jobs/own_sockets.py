@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import resilient_train as rt
 from resilient_train.config import read_link
-from resilient_train.frameworks.torch import process_group as group_module
-from resilient_train.frameworks.torch.transports.gloo import inode
+from resilient_train.frameworks.torch.communication import process_group as group_module
+from resilient_train.frameworks.torch.communication.transports.gloo import inode
 
 MOST = 200
 

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from resilient_train.frameworks.roles import Addresses
-from resilient_train.frameworks.torch.address_store import AddressStore, FirstAddresses
-from resilient_train.frameworks.torch.collective_results import POINT_TO_POINT, VERBS, done, flat
-from resilient_train.frameworks.torch.process_group import BuiltGroup
-from resilient_train.frameworks.torch.transports import gloo
-from resilient_train.frameworks.torch.transports.nccl import NcclGroup
+from resilient_train.frameworks.torch.communication.address_store import AddressStore, FirstAddresses
+from resilient_train.frameworks.torch.communication.collective_results import POINT_TO_POINT, VERBS, done, flat
+from resilient_train.frameworks.torch.communication.process_group import BuiltGroup
+from resilient_train.frameworks.torch.communication.transports import gloo
+from resilient_train.frameworks.torch.communication.transports.nccl import NcclGroup
 
 RUBBISH = 0xA5
 

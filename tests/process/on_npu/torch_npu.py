@@ -31,10 +31,10 @@ from torch._C._distributed_c10d import PrefixStore
 
 from pure.npu_signatures import signature
 from resilient_train.config import read_link
-from resilient_train.frameworks.torch.address_store import AddressStore, FirstAddresses
-from resilient_train.frameworks.torch.collective_results import POINT_TO_POINT, VERBS, done
-from resilient_train.frameworks.torch.process_group import drop
-from resilient_train.frameworks.torch.transports import gloo
+from resilient_train.frameworks.torch.communication.address_store import AddressStore, FirstAddresses
+from resilient_train.frameworks.torch.communication.collective_results import POINT_TO_POINT, VERBS, done
+from resilient_train.frameworks.torch.communication.process_group import drop
+from resilient_train.frameworks.torch.communication.transports import gloo
 
 __version__ = "2.13.0"
 TAIL = "\n[ERROR] 2026-08-21-10:12:09 (PID:1, Device:0, RankID:0) ERR00100 PTA call acl api failed"

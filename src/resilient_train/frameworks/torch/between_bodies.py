@@ -19,18 +19,18 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.frameworks.roles import Objects, StateMark
-from resilient_train.frameworks.torch.kept_state import (
+from resilient_train.frameworks.torch.kept.kept_state import (
     KeptState,
     are_alike,
     can_be_watched,
     digest_of_host,
 )
-from resilient_train.frameworks.torch.leaves import is_sharded, local, memory_of
-from resilient_train.frameworks.torch.module_entries import same_objects
-from resilient_train.frameworks.torch.optimizer_states import OptimizerState, first_written
+from resilient_train.frameworks.torch.kept.module_entries import same_objects
+from resilient_train.frameworks.torch.kept.optimizer_states import OptimizerState, first_written
+from resilient_train.frameworks.torch.kept.watched_state import marks_in
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
-from resilient_train.frameworks.torch.watched_state import marks_in
+from resilient_train.frameworks.torch.tensors.leaves import is_sharded, local, memory_of
 
 Put = Callable[[], object]
 """Sets something again."""

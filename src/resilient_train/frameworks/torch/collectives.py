@@ -16,20 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Conductor, Given, Objects, Tails
-from resilient_train.frameworks.torch import call_words
-from resilient_train.frameworks.torch import process_group as group_module
-from resilient_train.frameworks.torch.body_messages import BodyMessages
-from resilient_train.frameworks.torch.buckets import wrappers_in
-from resilient_train.frameworks.torch.collective_results import POINT_TO_POINT, VERBS, flat
-from resilient_train.frameworks.torch.fingerprint import tensor_digest
+from resilient_train.frameworks.torch.checks.unregistered import Unregistered
+from resilient_train.frameworks.torch.communication import call_words
+from resilient_train.frameworks.torch.communication import process_group as group_module
+from resilient_train.frameworks.torch.communication.body_messages import BodyMessages
+from resilient_train.frameworks.torch.communication.buckets import wrappers_in
+from resilient_train.frameworks.torch.communication.collective_results import POINT_TO_POINT, VERBS, flat
+from resilient_train.frameworks.torch.communication.guarded_works import GuardedWork, NotBegun
+from resilient_train.frameworks.torch.communication.process_group import ResilientGroup, works
+from resilient_train.frameworks.torch.communication.tail_collectives import LoggedTail
+from resilient_train.frameworks.torch.communication.waits import waits
 from resilient_train.frameworks.torch.groups import TorchGroups
-from resilient_train.frameworks.torch.guarded_works import GuardedWork, NotBegun
-from resilient_train.frameworks.torch.process_group import ResilientGroup, works
-from resilient_train.frameworks.torch.sharded import Sharding
-from resilient_train.frameworks.torch.storages import Memory, gradients, registered
-from resilient_train.frameworks.torch.tail_collectives import LoggedTail
-from resilient_train.frameworks.torch.unregistered import Unregistered
-from resilient_train.frameworks.torch.waits import waits
+from resilient_train.frameworks.torch.sharding.sharded import Sharding
+from resilient_train.frameworks.torch.tensors.fingerprint import tensor_digest
+from resilient_train.frameworks.torch.tensors.storages import Memory, gradients, registered
 from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import MessageChannel
 from resilient_train.protocol.rank_effects import Mode

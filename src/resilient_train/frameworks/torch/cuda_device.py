@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from resilient_train.errors import DeviceError
-from resilient_train.frameworks.torch.transports.nccl import CUT, NcclGroup
+from resilient_train.frameworks.torch.communication.transports.nccl import CUT, NcclGroup
 
 _REST_S = 60.0
 """For what the device was given before the fault, which it computes to its end."""

@@ -14,11 +14,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from resilient_train._native import shield_worker
 from resilient_train.frameworks.roles import Strides, Workers
-from resilient_train.frameworks.torch.arguments import look
-from resilient_train.frameworks.torch.batch_copy import RememberedBatch as remember  # noqa: N813 - a verb
-from resilient_train.frameworks.torch.generators import random_state, restore_random_state
-from resilient_train.frameworks.torch.leaves import pack, unpack
-from resilient_train.frameworks.torch.shared_batch import share
+from resilient_train.frameworks.torch.checks.arguments import look
+from resilient_train.frameworks.torch.kept.batch_copy import RememberedBatch as remember  # noqa: N813 - a verb
+from resilient_train.frameworks.torch.kept.generators import random_state, restore_random_state
+from resilient_train.frameworks.torch.tensors.leaves import pack, unpack
+from resilient_train.frameworks.torch.tensors.shared_batch import share
 
 __all__ = [
     "drop_workers",

@@ -21,12 +21,12 @@ from resilient_train.config import Settings
 from resilient_train.errors import ConfigError, DeviceError
 from resilient_train.frameworks.accelerator import Accelerator, Host
 from resilient_train.frameworks.roles import Damage
+from resilient_train.frameworks.torch.communication.transports.nccl import NcclGroup
 from resilient_train.frameworks.torch.cuda_device import CudaDevice
-from resilient_train.frameworks.torch.damage import InjectedErrors, assess, move
 from resilient_train.frameworks.torch.groups import nccl_groups
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
-from resilient_train.frameworks.torch.transports.nccl import NcclGroup
+from resilient_train.frameworks.torch.tensors.damage import InjectedErrors, assess, move
 from resilient_train.frameworks.torch_npu.device import NpuDevice
 from resilient_train.state.transfer import Span
 

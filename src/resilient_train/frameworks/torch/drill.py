@@ -13,15 +13,15 @@ import xxhash
 
 from resilient_train.errors import ConfigError, StateError
 from resilient_train.frameworks.roles import Objects
-from resilient_train.frameworks.torch.checkpoint_pieces import names_of
 from resilient_train.frameworks.torch.device import TorchDevice
-from resilient_train.frameworks.torch.extra_state import ExtraState
-from resilient_train.frameworks.torch.fingerprint import tensor_digest
-from resilient_train.frameworks.torch.generators import by_generator, random_state
 from resilient_train.frameworks.torch.groups import TorchGroups, nccl_groups
-from resilient_train.frameworks.torch.kept_state import LIVES_ON
-from resilient_train.frameworks.torch.leaves import TENSORS, gradients_of, local, state_of
+from resilient_train.frameworks.torch.kept.generators import by_generator, random_state
+from resilient_train.frameworks.torch.kept.kept_state import LIVES_ON
 from resilient_train.frameworks.torch.state import TorchState
+from resilient_train.frameworks.torch.tensors.checkpoint_pieces import names_of
+from resilient_train.frameworks.torch.tensors.extra_state import ExtraState
+from resilient_train.frameworks.torch.tensors.fingerprint import tensor_digest
+from resilient_train.frameworks.torch.tensors.leaves import TENSORS, gradients_of, local, state_of
 from resilient_train.state.tree import flatten
 
 _WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}

@@ -6,19 +6,21 @@ import torch.distributed as dist
 
 from resilient_train import config
 from resilient_train.frameworks.roles import Engine, Objects
-from resilient_train.frameworks.torch import admission, data, generators
+from resilient_train.frameworks.torch import data
 from resilient_train.frameworks.torch.between_bodies import BetweenBodies
+from resilient_train.frameworks.torch.checks import admission
+from resilient_train.frameworks.torch.checks.unregistered import Unregistered
 from resilient_train.frameworks.torch.collectives import TorchCollectives
 from resilient_train.frameworks.torch.device import TorchDevice, accelerator
 from resilient_train.frameworks.torch.drill import TorchDrill
 from resilient_train.frameworks.torch.gradients import TorchGradients
 from resilient_train.frameworks.torch.groups import TorchGroups
+from resilient_train.frameworks.torch.kept import generators
 from resilient_train.frameworks.torch.pass_order import TorchPassOrder
 from resilient_train.frameworks.torch.rank_state import TorchRankState
+from resilient_train.frameworks.torch.sharding.zero import shown
 from resilient_train.frameworks.torch.state import TorchState
-from resilient_train.frameworks.torch.unregistered import Unregistered
 from resilient_train.frameworks.torch.window import TorchWindow
-from resilient_train.frameworks.torch.zero import shown
 
 
 def engine_for(objects: Objects) -> Engine:

@@ -10,12 +10,12 @@ import xxhash
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Objects
-from resilient_train.frameworks.torch import admission
-from resilient_train.frameworks.torch.buckets import wrappers_in
-from resilient_train.frameworks.torch.clipping import around_clipping
-from resilient_train.frameworks.torch.fingerprint import tensor_digest
-from resilient_train.frameworks.torch.leaves import gradients_of, is_sharded
-from resilient_train.frameworks.torch.sharded import is_fsdp
+from resilient_train.frameworks.torch.checks import admission
+from resilient_train.frameworks.torch.communication.buckets import wrappers_in
+from resilient_train.frameworks.torch.sharding.sharded import is_fsdp
+from resilient_train.frameworks.torch.tensors.fingerprint import tensor_digest
+from resilient_train.frameworks.torch.tensors.leaves import gradients_of, is_sharded
+from resilient_train.frameworks.torch.watching.clipping import around_clipping
 
 
 class TorchGradients:

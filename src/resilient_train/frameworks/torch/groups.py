@@ -14,11 +14,11 @@ from resilient_train.errors import UsageError
 from resilient_train.frameworks.accelerator import Accelerator
 from resilient_train.frameworks.roles import Addresses, Problem
 from resilient_train.frameworks.supported import torch_problem
-from resilient_train.frameworks.torch import pipelines
-from resilient_train.frameworks.torch.gloo_at_rest import AtRest, gloos_threads
-from resilient_train.frameworks.torch.process_group import BuiltGroup, ResilientGroup, groups, works
-from resilient_train.frameworks.torch.transports.hccl import HcclGroup
-from resilient_train.frameworks.torch.transports.nccl import GlooAndNcclGroup, NcclGroup
+from resilient_train.frameworks.torch.communication.gloo_at_rest import AtRest, gloos_threads
+from resilient_train.frameworks.torch.communication.process_group import BuiltGroup, ResilientGroup, groups, works
+from resilient_train.frameworks.torch.communication.transports.hccl import HcclGroup
+from resilient_train.frameworks.torch.communication.transports.nccl import GlooAndNcclGroup, NcclGroup
+from resilient_train.frameworks.torch.sharding import pipelines
 from resilient_train.state.transfer import Span, chunks, view
 
 _CHUNK_BYTES = 16 << 20

@@ -17,9 +17,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from resilient_train.frameworks.roles import Objects
-from resilient_train.frameworks.torch.containers import dressed
-from resilient_train.frameworks.torch.leaves import pack, restore_object, state_of, unpack
-from resilient_train.frameworks.torch.reached import leads_to, walk
+from resilient_train.frameworks.torch.tensors.containers import dressed
+from resilient_train.frameworks.torch.tensors.leaves import pack, restore_object, state_of, unpack
+from resilient_train.frameworks.torch.watching.reached import leads_to, walk
 from resilient_train.script_place import is_users
 
 _CONTAINERS = (list, dict, set, torch.Generator)  # of numbers alone, Python's collector does not know them

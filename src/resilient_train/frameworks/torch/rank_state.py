@@ -17,11 +17,11 @@ import torch
 from resilient_train._native import Glance, columns
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.roles import NOTHING_WRITTEN, WrittenInTail
-from resilient_train.frameworks.torch.buffers import Buffers, lies_here
-from resilient_train.frameworks.torch.containers import dressed, worn
-from resilient_train.frameworks.torch.extra_state import ExtraState
-from resilient_train.frameworks.torch.leaves import TENSORS, pack, restore_object, span_of, state_of, unpack
-from resilient_train.frameworks.torch.module_entries import same_objects
+from resilient_train.frameworks.torch.kept.buffers import Buffers, lies_here
+from resilient_train.frameworks.torch.kept.module_entries import same_objects
+from resilient_train.frameworks.torch.tensors.containers import dressed, worn
+from resilient_train.frameworks.torch.tensors.extra_state import ExtraState
+from resilient_train.frameworks.torch.tensors.leaves import TENSORS, pack, restore_object, span_of, state_of, unpack
 from resilient_train.state.tree import flatten
 
 _MEMORY = (torch.Tensor.data_ptr, "shape")

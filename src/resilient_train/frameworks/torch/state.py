@@ -14,15 +14,22 @@ from resilient_train import _native, config
 from resilient_train.errors import ConfigError, LayoutError, StateError, TransferError
 from resilient_train.frameworks.accelerator import Accelerator
 from resilient_train.frameworks.roles import Damage, Fill, Image, Objects, SavedTree, SaveShare, Sources, StateMark
-from resilient_train.frameworks.torch import admission, layout_check
-from resilient_train.frameworks.torch.buckets import wrappers_in
-from resilient_train.frameworks.torch.buffers import key_of, write
-from resilient_train.frameworks.torch.checkpoint_pieces import piece_of
-from resilient_train.frameworks.torch.containers import copy_tree, dressed
-from resilient_train.frameworks.torch.damage import move
-from resilient_train.frameworks.torch.fingerprint import TorchFingerprint, rows_of
-from resilient_train.frameworks.torch.kept_state import KeptState, zero
-from resilient_train.frameworks.torch.leaves import (
+from resilient_train.frameworks.torch.checks import admission
+from resilient_train.frameworks.torch.communication.buckets import wrappers_in
+from resilient_train.frameworks.torch.kept.buffers import key_of, write
+from resilient_train.frameworks.torch.kept.kept_state import KeptState, zero
+from resilient_train.frameworks.torch.kept.optimizer_entries import entries_of, put_entries
+from resilient_train.frameworks.torch.kept.optimizer_groups import Groups, described, found, groups_of, places, regroup
+from resilient_train.frameworks.torch.kept.watched_state import digest_of_state
+from resilient_train.frameworks.torch.rank_state import TorchRankState
+from resilient_train.frameworks.torch.sharding.sharded import Replicas, Sharding, placed_like
+from resilient_train.frameworks.torch.sharding.zero import ZeroParts
+from resilient_train.frameworks.torch.tensors import layout_check
+from resilient_train.frameworks.torch.tensors.checkpoint_pieces import piece_of
+from resilient_train.frameworks.torch.tensors.containers import copy_tree, dressed
+from resilient_train.frameworks.torch.tensors.damage import move
+from resilient_train.frameworks.torch.tensors.fingerprint import TorchFingerprint, rows_of
+from resilient_train.frameworks.torch.tensors.leaves import (
     PLAIN,
     TENSORS,
     dense,
@@ -35,15 +42,9 @@ from resilient_train.frameworks.torch.leaves import (
     span_of,
     state_of,
 )
-from resilient_train.frameworks.torch.nan import nan_in
-from resilient_train.frameworks.torch.optimizer_entries import entries_of, put_entries
-from resilient_train.frameworks.torch.optimizer_groups import Groups, described, found, groups_of, places, regroup
-from resilient_train.frameworks.torch.rank_state import TorchRankState
-from resilient_train.frameworks.torch.sharded import Replicas, Sharding, placed_like
-from resilient_train.frameworks.torch.snapshot_images import Called, Images
-from resilient_train.frameworks.torch.staging import Staging, on_host
-from resilient_train.frameworks.torch.watched_state import digest_of_state
-from resilient_train.frameworks.torch.zero import ZeroParts
+from resilient_train.frameworks.torch.tensors.nan import nan_in
+from resilient_train.frameworks.torch.tensors.snapshot_images import Called, Images
+from resilient_train.frameworks.torch.tensors.staging import Staging, on_host
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.nan import NanFound
 from resilient_train.state.transfer import Span, view

@@ -18,22 +18,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from resilient_train import config
 from resilient_train.errors import TransferError, UsageError
 from resilient_train.frameworks.roles import Objects, Updates, WrittenEarly
-from resilient_train.frameworks.torch import cuda_graphs
-from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, held_optimizers, stranger
-from resilient_train.frameworks.torch.buckets import Buckets, PassHistory
-from resilient_train.frameworks.torch.carried_gradients import CarriedGradients
-from resilient_train.frameworks.torch.containers import copy_tree
-from resilient_train.frameworks.torch.flowing import Flowing
-from resilient_train.frameworks.torch.generators import random_state, restore_random_state
-from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
-from resilient_train.frameworks.torch.left_on import SwitchedOn, TakenOff, forwards_of
-from resilient_train.frameworks.torch.optimizer_states import WrittenStates
-from resilient_train.frameworks.torch.parameter_samples import Samples
+from resilient_train.frameworks.torch.checks import cuda_graphs
+from resilient_train.frameworks.torch.checks.admission import HOW_TO_REGISTER, held_optimizers, stranger
+from resilient_train.frameworks.torch.checks.carried_gradients import CarriedGradients
+from resilient_train.frameworks.torch.checks.flowing import Flowing
+from resilient_train.frameworks.torch.checks.parameter_samples import Samples
+from resilient_train.frameworks.torch.checks.unregistered import Unregistered
+from resilient_train.frameworks.torch.communication.buckets import Buckets, PassHistory
+from resilient_train.frameworks.torch.kept.generators import random_state, restore_random_state
+from resilient_train.frameworks.torch.kept.kept_state import Key, Modes, zero
+from resilient_train.frameworks.torch.kept.left_on import SwitchedOn, TakenOff, forwards_of
+from resilient_train.frameworks.torch.kept.optimizer_states import WrittenStates
 from resilient_train.frameworks.torch.rank_state import TorchRankState
+from resilient_train.frameworks.torch.sharding.zero import is_zero, stepping
 from resilient_train.frameworks.torch.state import TorchState
-from resilient_train.frameworks.torch.uncompiled import uncompiled
-from resilient_train.frameworks.torch.unregistered import Unregistered
-from resilient_train.frameworks.torch.zero import is_zero, stepping
+from resilient_train.frameworks.torch.tensors.containers import copy_tree
+from resilient_train.frameworks.torch.watching.uncompiled import uncompiled
 from resilient_train.observe.sinks import say_aside
 from resilient_train.script_place import line
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from resilient_train.frameworks.torch.replaced import replace
+from resilient_train.frameworks.torch.watching.replaced import replace
 
 _WELL, _REFUSED = b"=", b"!"
 

@@ -181,7 +181,7 @@ def _tell_torch(rank: int) -> None:
         return
     from torch._C._distributed_c10d import _set_global_rank
 
-    from resilient_train.frameworks.torch.process_group import groups
+    from resilient_train.frameworks.torch.communication.process_group import groups
 
     for group in groups.values():
         group.learn_rank(rank)

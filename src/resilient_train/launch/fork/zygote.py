@@ -51,7 +51,7 @@ ALWAYS = (
     *("torch", "torch.distributed", "torch.nn.parallel", "torch.profiler._cupti_monitor", "numpy"),
     "torch._dynamo",  # DDP's constructor imports it, and with it what fully_shard and AdamW import when first used
     "torch.utils.serialization",
-    *(f"resilient_train.frameworks.torch.{name}" for name in ("engine", "process_group", "late_store")),
+    *(f"resilient_train.frameworks.torch.{name}" for name in ("engine", "communication.late_store")),
     *("resilient_train.session.session", "resilient_train.observe.sinks"),
 )
 """What a rank has imported when its first step is committed (measured), and its script need not name. Some torch lack

@@ -3,7 +3,7 @@
 ``ema = 0.9 * ema + 0.1 * loss.item()``: a step reads what the one before has written. A process that takes a rank's
 place begins such a variable anew, and a step that runs again changes it twice. Most are counters for people, so nobody
 is refused for one: they are told by name, behind the first fault. Tensors that flow into a gradient are looked for, and
-refused, elsewhere (``frameworks/torch/flowing.py``).
+refused, elsewhere (``frameworks/torch/checks/flowing.py``).
 
 Compilers call a variable so that an iteration reads before it writes it. This is that analysis, of the loop around
 ``session.steps()`` and of the user's functions that it calls, as if their text stood in it: of what a function keeps

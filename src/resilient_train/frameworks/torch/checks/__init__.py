@@ -1,0 +1,3 @@
+"""What nobody could put back, looked for in the user's program: it is refused, or told, before a fault makes it
+wrong.
+"""

@@ -1,7 +1,7 @@
 """The job of ``checkpoint.py``: one rank under resilient-run, with a state of about the size that is asked for.
 
 It measures what a Session's own snapshots, flushes and restores take, in turn with torch's ways of saving the same.
-Times in ms unless a name says otherwise. Uses the insides of ``session/saving.py``: a Session has no switch for "now".
+Times in ms unless a name says otherwise. Uses the insides of ``saves/saving.py``: a Session has no switch for "now".
 """
 # ruff: noqa: SLF001
 
@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 import resilient_train as rt
 from resilient_train._native import Copier
 from resilient_train.protocol.messages import Source
-from resilient_train.session.cadence import Due
-from resilient_train.session.saving import Saving
+from resilient_train.session.saves.cadence import Due
+from resilient_train.session.saves.saving import Saving
 from resilient_train.state.vault.client import Vault
 from resilient_train.state.vault.flush import WORK, Flush, Flushed
 
@@ -44,7 +44,7 @@ Times = dict[str, list[float]]
 
 
 class Lane:
-    """Says when to save in the place of a ``session/cadence.Cadence``."""
+    """Says when to save in the place of a ``session/saves/cadence.Cadence``."""
 
     def __init__(self) -> None:
         self.every = 0

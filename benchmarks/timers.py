@@ -28,9 +28,9 @@ WATCHED: dict[str, tuple[str, ...]] = {
         "session.driver:Driver.after_update",
     ),
     "random": ("frameworks.torch.data:random_state",),
-    "capture": ("frameworks.torch.rank_state:TorchRankState.packed", "session.loader:Cursor.position"),
+    "capture": ("frameworks.torch.rank_state:TorchRankState.packed", "session.redo.loader:Cursor.position"),
     "pack": ("frameworks.torch.data:pack",),
-    "publish": ("session.publication:Publication.publish", "session.peers:Peers.publish"),
+    "publish": ("session.saves.publication:Publication.publish", "session.peers:Peers.publish"),
     "begin": ("frameworks.torch.window:TorchWindow.begin", "frameworks.torch.collectives:TorchCollectives.begin_tail"),
     "machine": ("protocol.rank:Rank.on",),
     "record": ("_native:Page.write", "_native:Page.begin", "_native:Board.set_tail"),
@@ -53,12 +53,15 @@ LOOKS: dict[str, tuple[str, ...]] = {
         "session.driver:Driver._norm_clipped",
         "session.driver:Driver._is_anomalous",
         "session.driver:Driver._write_values",
-        "session.anomalies:Anomalies.begin",
-        "session.anomalies:Anomalies.applied",
+        "session.comparisons.anomalies:Anomalies.begin",
+        "session.comparisons.anomalies:Anomalies.applied",
         "frameworks.torch.gradients:TorchGradients.kept",
     ),
     "norm": ("frameworks.torch.gradients:TorchGradients.norm",),
-    "audit": ("session.replica_comparison:Comparison.head", "session.replica_comparison:Comparison.look"),
+    "audit": (
+        "session.comparisons.replica_comparison:Comparison.head",
+        "session.comparisons.replica_comparison:Comparison.look",
+    ),
 }
 """The same of what looks at norms and losses (TRE), of a norm that is computed for that, and of what compares replicas.
 """

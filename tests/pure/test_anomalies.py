@@ -25,7 +25,7 @@ from resilient_train.protocol.job import Stage
 from resilient_train.protocol.messages import Anomaly, Joined, Plan, Resume, Started
 from resilient_train.protocol.rank import Ask, At, Barrier, Body, Rank, Tail, Update
 from resilient_train.protocol.standing import Phase, Standing
-from resilient_train.session.anomalies import Anomalies, AnomalyLimits, AppliedValues, FoundAnomaly
+from resilient_train.session.comparisons.anomalies import Anomalies, AnomalyLimits, AppliedValues, FoundAnomaly
 from resilient_train.session.explain import asks_for_redo
 from resilient_train.state import abnormal
 from resilient_train.tft_switches import Switches

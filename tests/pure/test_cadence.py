@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from resilient_train._native import Board
 from resilient_train.errors import ConfigError
-from resilient_train.session import cadence
-from resilient_train.session.cadence import BySeconds, BySteps, Cadence, Due, Wish, wish
-from resilient_train.session.save_cost import Meter
+from resilient_train.session.saves import cadence
+from resilient_train.session.saves.cadence import BySeconds, BySteps, Cadence, Due, Wish, wish
+from resilient_train.session.saves.save_cost import Meter
 
 STEPS = 40
 

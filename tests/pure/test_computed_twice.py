@@ -24,7 +24,7 @@ from resilient_train.protocol.job import EXIT_UNRECOVERABLE, Stage
 from resilient_train.protocol.messages import Computed, Joined, Resume, Started
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.standing import Phase, Standing
-from resilient_train.session.computed_twice import Compared, Verification
+from resilient_train.session.comparisons.computed_twice import Compared, Verification
 from resilient_train.session.driver import Driver
 from resilient_train.strategies import rsc
 from resilient_train.strategies.base import Fault, Kind

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from resilient_train.session.given_again import GivenAgain
-from resilient_train.session.kept_calls import BodyCall
+from resilient_train.session.redo.given_again import GivenAgain
+from resilient_train.session.redo.kept_calls import BodyCall
 
 
 class Averages(NamedTuple):

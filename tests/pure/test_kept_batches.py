@@ -11,8 +11,8 @@ import torch
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch import data
 from resilient_train.frameworks.torch.watching.reached import reached
-from resilient_train.session.kept_batches import KeptBatches
-from resilient_train.session.loader import Batch
+from resilient_train.session.redo.kept_batches import KeptBatches
+from resilient_train.session.redo.loader import Batch
 
 
 class Cursor:

@@ -18,7 +18,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.frameworks.roles import Objects, Workers
 from resilient_train.frameworks.torch import data as torch_data
 from resilient_train.frameworks.torch.pass_order import TorchPassOrder
-from resilient_train.session.loader import Cursor
+from resilient_train.session.redo.loader import Cursor
 
 
 class Shuffling:

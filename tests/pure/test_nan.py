@@ -14,7 +14,7 @@ from resilient_train._native import holds_nan
 from resilient_train.errors import CheckpointError
 from resilient_train.frameworks.torch.tensors.nan import nan_in
 from resilient_train.protocol.messages import HoldsNan
-from resilient_train.session.nan_watch import NanWatch
+from resilient_train.session.comparisons.nan_watch import NanWatch
 from resilient_train.state.image import plan_image
 from resilient_train.state.nan import LARGEST, NanFound, tensors_with_nan
 from resilient_train.state.sharding import Piece

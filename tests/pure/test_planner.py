@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pure.stories import at, beginning, one_kill, write
-from resilient_train.session.autosave import ByAdvice, planner_of
-from resilient_train.session.cadence import Due
+from resilient_train.session.saves.autosave import ByAdvice, planner_of
+from resilient_train.session.saves.cadence import Due
 from resilient_train.state.advisor import Advisor
 from resilient_train.state.failures import AtoInfo, FailureRate
 from resilient_train.state.interval import Tier

@@ -14,8 +14,8 @@ from resilient_train._native import Board, Page
 from resilient_train.protocol.difference_report import SharedObjects, alone, first_difference, rule, sentence
 from resilient_train.protocol.messages import EXCHANGED, HOOKS, KEPT_BACK, Differs, Held, Shared
 from resilient_train.protocol.replicas import alike, disagreeing
+from resilient_train.session.comparisons.replica_comparison import Comparison, fingerprint
 from resilient_train.session.peers import Peers
-from resilient_train.session.replica_comparison import Comparison, fingerprint
 from resilient_train.state.arena import Arena
 
 COMPUTE, READY = 1, 2

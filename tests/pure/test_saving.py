@@ -18,12 +18,12 @@ from resilient_train._native import DIGEST_CHUNK_BYTES, Board, Copier  # noqa: E
 from resilient_train.errors import MemoryLimitError  # noqa: E402
 from resilient_train.frameworks.torch.tensors import staging  # noqa: E402
 from resilient_train.protocol.messages import Captured, OpenVault, Skipped, Unsaved, VaultOpened  # noqa: E402
-from resilient_train.session import saving as saving_module  # noqa: E402
-from resilient_train.session.cadence import Due, Wish  # noqa: E402
+from resilient_train.session.comparisons.replica_comparison import Comparison, fingerprint  # noqa: E402
 from resilient_train.session.peers import Peers  # noqa: E402
-from resilient_train.session.replica_comparison import Comparison, fingerprint  # noqa: E402
-from resilient_train.session.saving import Saving  # noqa: E402
-from resilient_train.session.snapshot_names import OFF  # noqa: E402
+from resilient_train.session.saves import saving as saving_module  # noqa: E402
+from resilient_train.session.saves.cadence import Due, Wish  # noqa: E402
+from resilient_train.session.saves.saving import Saving  # noqa: E402
+from resilient_train.session.saves.snapshot_names import OFF  # noqa: E402
 from resilient_train.state.arena import Arena  # noqa: E402
 from resilient_train.state.vault.slots import SlotPair, create  # noqa: E402
 

@@ -15,10 +15,10 @@ import resilient_train as rt
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch.checks.arguments import look
 from resilient_train.protocol.rank_effects import Mode
-from resilient_train.session.body_variables import BodyVariables
 from resilient_train.session.calls import Calls
-from resilient_train.session.kept_calls import BodyCall, KeptCall
-from resilient_train.session.randomness import BodiesRandom
+from resilient_train.session.redo.body_variables import BodyVariables
+from resilient_train.session.redo.kept_calls import BodyCall, KeptCall
+from resilient_train.session.redo.randomness import BodiesRandom
 from resilient_train.session.step import Step
 
 

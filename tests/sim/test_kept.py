@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from resilient_train._native import Board
-from resilient_train.session.snapshot_names import OFF, SnapshotNames
+from resilient_train.session.saves.snapshot_names import OFF, SnapshotNames
 from resilient_train.state.vault.client import common_commits
 from resilient_train.state.vault.record import Snapshot
 from resilient_train.state.vault.room import Room

@@ -607,7 +607,7 @@ NOTHING_WRITTEN = WrittenInTail(b"", b"")
 class RankState(Protocol):
     """What this rank alone has, beside its random numbers: buffers that are not synchronised, ``rank_state``.
 
-    Called by ``session/publication.py``, ``resharding.py`` and ``neighbour_inputs.py``.
+    Called by ``session/saves/publication.py``, ``resharding.py`` and ``neighbour_inputs.py``.
     """
 
     def packed(self) -> bytes:
@@ -636,7 +636,7 @@ class PassOrder(Protocol):
     """What of the user's objects a loader may draw from: each of ``rank_state``, which it may move on as well, and of
     ``state`` what it leads to.
 
-    Called by ``session/loader.py`` and ``kept_batches.py``.
+    Called by ``session/redo/loader.py`` and ``kept_batches.py``.
     """
 
     def led_to(self, loader: Any) -> Collection[str]:
@@ -665,7 +665,7 @@ class PassOrder(Protocol):
 class Data(Protocol):
     """Random numbers, and loaders: what decides which batch comes next.
 
-    Called by ``session/loader.py``, ``driver.py``, ``publication.py``, ``resharding.py`` (``strides``),
+    Called by ``session/redo/loader.py``, ``driver.py``, ``publication.py``, ``resharding.py`` (``strides``),
     ``kept_batches.py`` (what it keeps of a batch), ``randomness.py`` and ``pauses.py`` (random numbers),
     ``neighbour_inputs.py`` (both).
     """

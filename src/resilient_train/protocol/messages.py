@@ -222,7 +222,7 @@ class Late(msgspec.Struct, tag="late", frozen=True):
 
 
 class Computed(msgspec.Struct, tag="computed", frozen=True):
-    """The rank has computed a window that is computed twice (``session/computed_twice.py``); not applied yet.
+    """The rank has computed a window that is computed twice (``comparisons/computed_twice.py``); not applied yet.
 
     ``differs_at``: the first thing of ``of`` in which this is not what it was before; -1: there is none, or no before.
     Where there is one, and where the window is to be computed once more, the rank waits for a stop. Where there is one

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from resilient_train.errors import UsageError
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.session.driver import Driver
-from resilient_train.session.given_again import GivenAgain
-from resilient_train.session.kept_calls import BodyCall, KeptCall
-from resilient_train.session.randomness import BodiesRandom
+from resilient_train.session.redo.given_again import GivenAgain
+from resilient_train.session.redo.kept_calls import BodyCall, KeptCall
+from resilient_train.session.redo.randomness import BodiesRandom
 from resilient_train.session.step import Step
 
 ENDLESS = sys.maxsize

@@ -42,34 +42,34 @@ from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.progress import Activity
 from resilient_train.session.agent_link import Link, leave
-from resilient_train.session.anomalies import Anomalies, AnomalyLimits, FoundAnomaly, What
 from resilient_train.session.bodies_without_update import BodiesWithoutUpdate
 from resilient_train.session.collective_report import CollectiveReport
+from resilient_train.session.comparisons.anomalies import Anomalies, AnomalyLimits, FoundAnomaly, What
+from resilient_train.session.comparisons.computed_twice import Compared, Verification
+from resilient_train.session.comparisons.nan_watch import NanWatch
+from resilient_train.session.comparisons.neighbour_inputs import NeighbourInputs
+from resilient_train.session.comparisons.replica_comparison import Comparison
 from resilient_train.session.compute_clock import ComputeClock
-from resilient_train.session.computed_twice import Compared, Verification
 from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.drill_records import DrillRecords
 from resilient_train.session.explain import Explainer, asks_for_redo
 from resilient_train.session.fail_stop import fail_stop, lost_worker
 from resilient_train.session.from_replica import FromReplica, LoopsBegin
-from resilient_train.session.from_saved import beside
-from resilient_train.session.given_again import GivenAgain
 from resilient_train.session.injection import Injector
-from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.kept_beside import KeptBeside
-from resilient_train.session.kept_calls import BodyCall, KeptCall
 from resilient_train.session.liveness import Pulse
-from resilient_train.session.loader import Cursor
 from resilient_train.session.loop_head import LoopHead
-from resilient_train.session.nan_watch import NanWatch
-from resilient_train.session.neighbour_inputs import NeighbourInputs
 from resilient_train.session.notices import Notices
 from resilient_train.session.pauses import ScriptPauses
-from resilient_train.session.publication import Publication
 from resilient_train.session.rank_trace import RankTrace
 from resilient_train.session.rebuild import build_groups, lacks
-from resilient_train.session.replica_comparison import Comparison
-from resilient_train.session.saving import Saving
+from resilient_train.session.redo.given_again import GivenAgain
+from resilient_train.session.redo.kept_batches import KeptBatches
+from resilient_train.session.redo.kept_calls import BodyCall, KeptCall
+from resilient_train.session.redo.loader import Cursor
+from resilient_train.session.saves.from_saved import beside
+from resilient_train.session.saves.publication import Publication
+from resilient_train.session.saves.saving import Saving
 from resilient_train.session.step import Step, Steps
 from resilient_train.session.stop_delivery import StopDelivery
 

@@ -14,7 +14,7 @@ from resilient_train.errors import ConfigError, TransferError
 from resilient_train.frameworks.roles import Damage, Groups, Sources, State, Window, WrittenInTail
 from resilient_train.protocol.messages import Fetched, Offer, Plan, Pull
 from resilient_train.session.agent_link import Link
-from resilient_train.session.publication import Publication
+from resilient_train.session.saves.publication import Publication
 from resilient_train.state.transfer import Span, read_from
 
 NOTHING_DAMAGED = Damage(frozenset(), (), 0)

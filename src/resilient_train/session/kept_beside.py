@@ -14,15 +14,15 @@ from typing import TypeVar
 from resilient_train import script_place
 from resilient_train.exception_line import short
 from resilient_train.frameworks.roles import Objects, Window
-from resilient_train.session.given_again import GivenAgain
-from resilient_train.session.kept_calls import BodyCall
-from resilient_train.session.loader import Cursor
 from resilient_train.session.notices import Notices
 from resilient_train.session.reading.known_objects import KnownObjects, own_of
 from resilient_train.session.reading.loop_carried import LoopCarried, and_also, carried_at
 from resilient_train.session.reading.scope import Key
 from resilient_train.session.reading.script_contents import HeldPart, ScriptContents, changed, contents_of
 from resilient_train.session.reading.static_lookup import Texts, can_change, is_object, reached_from
+from resilient_train.session.redo.given_again import GivenAgain
+from resilient_train.session.redo.kept_calls import BodyCall
+from resilient_train.session.redo.loader import Cursor
 
 T = TypeVar("T")
 

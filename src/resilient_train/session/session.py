@@ -31,17 +31,17 @@ from resilient_train.frameworks.roles import Engine, Objects, Problem
 from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Plain, Refused
 from resilient_train.session.agent_link import say_once
-from resilient_train.session.anomalies import AnomalyLimits
-from resilient_train.session.cadence import wish
 from resilient_train.session.calls import ENDLESS, Calls, PlainCalls, Position
 from resilient_train.session.carried import Carried, check_places, watch
+from resilient_train.session.comparisons.anomalies import AnomalyLimits
 from resilient_train.session.driver import LOOP_IS_OVER, Driver
-from resilient_train.session.kept_calls import BodyCall
-from resilient_train.session.loader import Cursor
 from resilient_train.session.metrics import check_metrics
-from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.reading.outer_loop import loop_of_sessions, made_here, outer_loop
 from resilient_train.session.reading.static_lookup import Texts
+from resilient_train.session.redo.kept_calls import BodyCall
+from resilient_train.session.redo.loader import Cursor
+from resilient_train.session.redo.randomness import BodiesRandom
+from resilient_train.session.saves.cadence import wish
 from resilient_train.session.step import Step
 from resilient_train.standby_stage import standby_point
 

@@ -470,7 +470,7 @@ class SimRank:
         world.send(self, *offers)
 
     def _show_state(self, world: World, effect: fx.ShowState) -> None:
-        """As ``session/replica_comparison.py`` has it, but for that each head is one at which a comparison is due."""
+        """As ``replica_comparison.py`` has it, but for that each head is one at which a comparison is due."""
         commits = self.machine.standing.commits
         even, odd = world.words[self.rank]
         if effect.where == "copied":

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 from resilient_train import script_place
 from resilient_train.frame_variables import variables
-from resilient_train.session.given_again import GivenAgain
-from resilient_train.session.kept_calls import BodyCall
 from resilient_train.session.reading.flow import Flow
 from resilient_train.session.reading.known_objects import KnownObjects, Registration, Settled
 from resilient_train.session.reading.names import Loop, loops_at, names_behind
@@ -33,6 +31,8 @@ from resilient_train.session.reading.static_lookup import (
     held,
     hooks_of,
 )
+from resilient_train.session.redo.given_again import GivenAgain
+from resilient_train.session.redo.kept_calls import BodyCall
 
 _TOLD = 20
 _STEP = "training_step"

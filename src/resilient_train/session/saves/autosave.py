@@ -11,8 +11,8 @@ from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.observe.history import History, history_of
 from resilient_train.session.agent_link import Link
-from resilient_train.session.cadence import BySeconds, BySteps, Cadence, Due, Wish
-from resilient_train.session.save_cost import Meter
+from resilient_train.session.saves.cadence import BySeconds, BySteps, Cadence, Due, Wish
+from resilient_train.session.saves.save_cost import Meter
 from resilient_train.state.advisor import Advisor
 from resilient_train.state.failures import MEMORY_SHARE, TRUSTED_FAILURES, AtoInfo, guess, parse_ato_info
 from resilient_train.state.planner import Planner, SavePlan

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from resilient_train.session.kept_calls import BodyCall
 from resilient_train.session.reading.static_lookup import isinstance_past
+from resilient_train.session.redo.kept_calls import BodyCall
 
 _CALLS = 8
 """So many back: bodies may take turns."""

@@ -18,7 +18,7 @@ import msgspec
 from resilient_train.errors import ProtocolError, StateError
 from resilient_train.frameworks.roles import Data, Given, RankState
 from resilient_train.protocol.neighbours import neighbour
-from resilient_train.session.loader import NO_BATCH, Batch, Drawn
+from resilient_train.session.redo.loader import NO_BATCH, Batch, Drawn
 
 
 class _Inputs(msgspec.Struct, frozen=True):

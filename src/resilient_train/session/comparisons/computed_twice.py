@@ -20,8 +20,8 @@ from typing import NamedTuple
 import xxhash
 
 from resilient_train.frameworks.roles import Collectives, Given, Gradients, State
-from resilient_train.session.loader import Batch, Drawn
-from resilient_train.session.neighbour_inputs import NeighbourInputs, Theirs
+from resilient_train.session.comparisons.neighbour_inputs import NeighbourInputs, Theirs
+from resilient_train.session.redo.loader import Batch, Drawn
 
 _FIRST_OF_NEIGHBOURS = 2
 """Before this update as well: whether a script lets its ranks compute from each other's inputs is told at once. Earlier

@@ -17,7 +17,7 @@ import msgspec
 
 from resilient_train.errors import ConfigError
 from resilient_train.session.peers import Peers
-from resilient_train.session.save_cost import Meter
+from resilient_train.session.saves.save_cost import Meter
 
 
 class Due(enum.IntEnum):

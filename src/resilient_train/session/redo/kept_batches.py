@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from resilient_train.frameworks.roles import Data, PassOrder, Remembered
 from resilient_train.protocol.progress import Activity
 from resilient_train.session.liveness import Pulse
-from resilient_train.session.loader import NO_BATCH, Batch, Cursor, Drawn
+from resilient_train.session.redo.loader import NO_BATCH, Batch, Cursor, Drawn
 
 _COPIED = 2
 """So many windows keep copies of what they draw, and compare: what a body writes it writes each time, as a rule."""

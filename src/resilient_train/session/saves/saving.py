@@ -33,13 +33,13 @@ from resilient_train.frameworks.roles import Image, SaveShare, State, Window
 from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Captured, OpenVault, SaveLast, Skipped, Source, Unsaved, VaultOpened
 from resilient_train.session.agent_link import Link
-from resilient_train.session.autosave import cadence_for
-from resilient_train.session.cadence import Cadence, Due, Wish
-from resilient_train.session.from_saved import FromSaved, Own
-from resilient_train.session.publication import Publication
-from resilient_train.session.replica_comparison import Comparison, fingerprint
-from resilient_train.session.snapshot_in_flight import SnapshotInFlight
-from resilient_train.session.snapshot_names import SnapshotNames
+from resilient_train.session.comparisons.replica_comparison import Comparison, fingerprint
+from resilient_train.session.saves.autosave import cadence_for
+from resilient_train.session.saves.cadence import Cadence, Due, Wish
+from resilient_train.session.saves.from_saved import FromSaved, Own
+from resilient_train.session.saves.publication import Publication
+from resilient_train.session.saves.snapshot_in_flight import SnapshotInFlight
+from resilient_train.session.saves.snapshot_names import SnapshotNames
 from resilient_train.state.capture import Capture
 from resilient_train.state.sharding import shares
 from resilient_train.state.vault import trailer

@@ -25,7 +25,7 @@ from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Refused, Source, Unrestorable
 from resilient_train.protocol.replicas import alike
 from resilient_train.session.agent_link import Link
-from resilient_train.session.publication import Publication
+from resilient_train.session.saves.publication import Publication
 from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint
 from resilient_train.state.checkpoint.restore_from_memory import HeldImage, fill_from
 from resilient_train.state.checkpoint.target import BlockTarget

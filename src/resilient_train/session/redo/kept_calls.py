@@ -8,7 +8,7 @@ from types import BuiltinMethodType
 from typing import Any, NamedTuple
 
 from resilient_train.errors import UsageError
-from resilient_train.session.body_variables import BodyVariables, parts_of
+from resilient_train.session.redo.body_variables import BodyVariables, parts_of
 
 
 class BodyCall(NamedTuple):

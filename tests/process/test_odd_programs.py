@@ -94,7 +94,8 @@ def test_a_loop_from_a_checkpoint_of_this_very_job_is_refused(tmp_path: Path, wa
     flags = ("--faults", "kill rank=1 step=10")
     run = launch(tmp_path / "run", "own_checkpoint.py", str(tmp_path / "own.pt"), way, ranks=2, flags=flags)
     assert run.code == 2, run.explain()
-    assert f"rank 1, a new process, has begun its loop with {words}" in run.err, run.explain()
+    assert f"rank 1 can't be replaced, since its new process has begun its loop with {words}" in run.err, run.explain()
+    assert "its state from after 10 updates is saved" in run.err, run.explain()
 
 
 def test_a_number_that_is_broadcast_is_that_of_the_first_process(tmp_path: Path) -> None:

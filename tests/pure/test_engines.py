@@ -19,7 +19,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.frameworks import engine_for, roles
 from resilient_train.frameworks.roles import Engine, Objects
 
-SOURCES = sorted((Path(frameworks.__file__).parents[1] / "session").glob("*.py"))
+SOURCES = sorted((Path(frameworks.__file__).parents[1] / "session").rglob("*.py"))
 OWN = EntryPoint("torch", "resilient_train.frameworks.torch", frameworks.GROUP)
 
 
@@ -107,7 +107,7 @@ def test_the_torch_engine_has_all_that_is_asked_of_its_roles() -> None:
 def test_each_role_is_small_and_each_of_its_verbs_is_used() -> None:
     """By whom is said in its docstring; here, that somebody outside of the engine does."""
     session = Path(frameworks.__file__).parent.parent / "session"
-    text = "\n".join(path.read_text() for path in session.glob("*.py"))
+    text = "\n".join(path.read_text() for path in session.rglob("*.py"))
     for role in get_type_hints(Engine).values():
         verbs = verbs_of(role)
         assert len(verbs) <= 13, role.__name__
@@ -124,7 +124,7 @@ def verbs_of(role: type) -> list[str]:
 def test_a_role_names_its_callers(role: str) -> None:
     """Who writes another engine reads there what is called where."""
     kind = get_type_hints(Engine)[role]
-    named = re.findall(r"``(?:session/)?(\w+)\.py``", inspect.getdoc(kind).partition("Called by")[2])
+    named = re.findall(r"``(?:\w+/)*(\w+)\.py``", inspect.getdoc(kind).partition("Called by")[2])
     assert sorted(named) == sorted(path.stem for path in SOURCES if calls(path, role, kind.__name__)), role
 
 

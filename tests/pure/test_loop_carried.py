@@ -793,11 +793,12 @@ def test_what_is_read_where_no_text_tells(body: str, expected: str) -> None:
         ([{"w": np.ones(2)}], "mean = list(kept)", ("kept",)),
         ([{"w": np.ones(2)}], "def mean(): return kept", ()),
         ([{"w": np.ones(2)}], "kept = None", ()),
-        ([0.5], "print(kept)", ()),
+        ([0.5], "print(kept)", ("kept",)),
+        ([0.5], "", ()),
     ],
 )
 def test_what_is_filled_for_what_stands_behind_the_loop(kept: Any, behind: str, expected: tuple[str, ...]) -> None:
-    """Snapshots of an ensemble; numbers are for people."""
+    """Snapshots of an ensemble; losses that go into a file."""
     source = f"for step in session_steps():\n    kept.append(loss)\n{behind}\n"
     found = carried(source, {**names(), "kept": kept})
     assert (found.names if found else ()) == expected
@@ -815,6 +816,13 @@ def test_what_is_filled_for_what_stands_behind_the_loop(kept: Any, behind: str, 
         ("    if env.done:\n        best = loss\nprint(best)", ("best",)),
         ("    if env.done:\n        hidden = loss\n    use(hidden)", ("hidden",)),
         ("    if this.done and step > 6:\n        best = loss\nprint(best)", ("best",)),
+        ("    if step > 6:\n        best = loss\nbest = 1\nprint(best)", ()),
+        ("    if step > 6:\n        best = loss\nif loss:\n    best = 1\nprint(best)", ("best",)),
+        ("    if step > 6:\n        best = loss\nprint([best for best in range(3)])", ()),
+        ("    if step > 6:\n        best = loss\nprint([best for best in range(3)])\nprint(best)", ("best",)),
+        ("    if step > 6:\n        best = loss\nfor best in range(3):\n    print(best)", ()),
+        ("    if step > 6:\n        best = loss\nbest = best + 1", ("best",)),
+        ("    if step > 6:\n        best = loss\ntry:\n    best = 1\nfinally:\n    print(best)", ()),
     ],
 )
 def test_what_is_set_now_and_then_and_read_behind_the_loop(source: str, expected: tuple[str, ...]) -> None:

@@ -197,8 +197,8 @@ class QuietDriver(Driver):
     def __init__(self, engine: Any) -> None:
         self.events: list[str] = []
         peers: Any = SimpleNamespace(rank=0, alarms=list, clear_alarms=lambda: None, stop_generation=4)
-        nothing: Any = SimpleNamespace(wait=lambda: None, notice=lambda _: None, lift=lambda: None)
-        self._engine, self._peers, self._descriptors = engine, peers, nothing
+        nothing: Any = SimpleNamespace(wait=lambda: None, notice=lambda _: None, lift=lambda: None, hold=lambda: None)
+        self._engine, self._peers, self._descriptors, self._children = engine, peers, nothing, nothing
         self.saving = self._stop_delivery = nothing
         self._link: Any = SimpleNamespace(rank=0)
         self._clock: Any = SimpleNamespace(stop=lambda: None)

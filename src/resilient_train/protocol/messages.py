@@ -133,8 +133,8 @@ class Beside(msgspec.Struct, tag="beside", frozen=True):
 
 
 class Strayed(msgspec.Struct, tag="strayed", frozen=True):
-    """On a ``set-up`` connection: the script did other collectives before its loop than in the process whose place this
-    one takes. The survivors save the state and the job ends, with exit code 2 and this text. A Reply answers.
+    """On a ``set-up`` connection: the script did not do before its loop what it did in the process whose place this one
+    takes. The survivors save the state and the job ends, with exit code 2 and this text. A Reply answers.
     """
 
     text: str

@@ -55,6 +55,7 @@ from resilient_train.session.drill_records import DrillRecords
 from resilient_train.session.explain import Explainer, asks_for_redo
 from resilient_train.session.fail_stop import fail_stop, lost_worker
 from resilient_train.session.from_replica import FromReplica, LoopsBegin
+from resilient_train.session.held_signal import HeldChildSignal
 from resilient_train.session.injection import Injector
 from resilient_train.session.kept_beside import KeptBeside
 from resilient_train.session.liveness import Pulse
@@ -181,6 +182,7 @@ class Driver:
         self._explainer = Explainer(self._peers, engine.groups, self._device, self._from_replica)
         report = CollectiveReport(self._link, self._pulse.folder, engine.groups.recorded)
         self._descriptors = RecoveryLimit()
+        self._children = HeldChildSignal()
         self._stop_delivery = StopDelivery(self._peers, self._link.generation, engine.groups.waiters, report, settings)
         order = engine.pass_order if objects.rank_extra else None
         self._batches = KeptBatches(cursor, engine.data, self._pulse, self.outlive, order)
@@ -1041,6 +1043,7 @@ class Driver:
         return on.Ok()
 
     def _quiesce(self, effect: do.Quiesce) -> on.RankEvent:
+        self._children.hold()
         self._descriptors.lift()
         self.saving.wait()
         self._from_replica.forget()
@@ -1082,6 +1085,7 @@ class Driver:
         if isinstance(frame, m.Resume):
             self._order = frame
             self._descriptors.lower()
+            self._children.let()
         return frame
 
     def _await_finished(self, _: do.AwaitFinished) -> Any:
@@ -1123,9 +1127,8 @@ class Driver:
         try:
             return on.Ok(self._from_replica.take(effect.plan, offer, published, self._take_up))
         except ConfigError as error:
-            self._link.channel.send(m.Refused(str(error)))
-            self._link.wait_for_the_end()
-        except LayoutError as error:  # no other source, and no second try, would do
+            raise set_up_recall.stray(self._link.agent, str(error)) from None
+        except LayoutError as error:  # no other source, and no second try, would do; nor would what is saved
             told = (
                 f"rank {self._link.rank} can't be replaced from rank {offer.source}, whose state does not fit: {error}"
             )
@@ -1144,7 +1147,7 @@ class Driver:
     def _take_up(self, published: bytes, tail: WrittenInTail) -> int:
         with self._engine.collectives.loading():
             number = self._publication.take_up(published, tail)
-        if self._publication.behind:  # the process whose place this one takes was lost in or behind an update
+        if self._publication.ahead:  # the process whose place this one takes was lost in or behind an update
             self._notices.tail_lost(number, self._publication.behind)
         self._tell_strayed(number)
         if self._entered:

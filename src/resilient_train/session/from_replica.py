@@ -111,8 +111,8 @@ class FromReplica:
             return
         (total, start), (others_total, others_start) = self.loop, theirs
         raise ConfigError(
-            f"rank {self._link.rank}, a new process, has begun its loop with session.steps({total}, start={start}), "
-            f"and rank {source} with session.steps({others_total}, start={others_start}): so it is not replaced. What "
+            f"since its new process has begun its loop with session.steps({total}, start={start}), and rank {source} "
+            f"with session.steps({others_total}, start={others_start}). What "
             "a script reads (from a checkpoint that this job has written since, say) must be what its first process "
             "read: broadcast it from rank 0 before the Session (docs/how-to/after-the-update.md)"
         )

@@ -134,13 +134,19 @@ class Notices:
         )
 
     def tail_lost(self, following: int, names: Sequence[str]) -> None:
-        """The process whose place this one takes was lost in or behind an update."""
+        """The process whose place this one takes was lost in or behind an update. ``names``: what code there writes."""
         self.event("tail_lost", {"next": following, "names": list(names)})
+        lost = f"rank {self._who['rank']} was lost in or behind the update before step {following}"
+        if not names:
+            say_aside(
+                f"{lost}: what the script does there on that rank alone (files that it writes, say) is not done where "
+                "it had not come to it, and nobody does it later (docs/how-to/after-the-update.md)"
+            )
+            return
         say_aside(
-            f"rank {self._who['rank']} was lost in or behind the update before step {following}, and code behind the "
-            f"update writes or draws {', '.join(names[:6])}{' ...' if names[6:] else ''}: what that rank alone had of "
-            "it is lost, so the bits may not be those of the undisturbed run; write it at the head of the next step's "
-            "body instead (docs/how-to/after-the-update.md)"
+            f"{lost}, and code behind the update writes or draws {', '.join(names[:6])}{' ...' if names[6:] else ''}: "
+            "what that rank alone had of it is lost, so the bits may not be those of the undisturbed run; write it at "
+            "the head of the next step's body instead (docs/how-to/after-the-update.md)"
         )
 
     def without_steps(self) -> None:

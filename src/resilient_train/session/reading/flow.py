@@ -67,6 +67,8 @@ _SEEDS = ("seed", "manual_seed")
 _VIEWS = ("data", "T", "mT", "H", "real", "imag", "detach", "view", "view_as", "flatten", "squeeze", "unsqueeze", "t",
           "transpose", "permute", "narrow", "select")  # fmt: skip
 """Of a tensor: what is written there is written to it."""
+_PARTS = ("real", "imag", "narrow", "select")
+"""And not to all of it."""
 _ITERABLES = ("list", "tuple", "reversed", "sorted")
 _FOR_EACH = ("_foreach_", "_")
 """Functions of torch's that change the tensors of a list begin and end so."""
@@ -161,9 +163,8 @@ class Flow:
         return own | {(container, "") for container in (*self._filled, *self._anew_first)}
 
     def _read_behind(self) -> set[int]:
-        """Containers that it fills with tensors or arrays, and whose names are read behind the loop."""
-        paths = (self._scope.path(name) for name in self.behind)
-        return {id(path[-1]) for path in paths if path and next(arrays_in(path[-1]), None) is not None}
+        """Containers whose names are read behind the loop."""
+        return {id(path[-1]) for path in map(self._scope.path, self.behind) if path}
 
     def run_loop(self, loop: Loop) -> None:
         if isinstance(loop, ast.While):
@@ -319,12 +320,13 @@ class Flow:
         if isinstance(node, ast.Call):
             (whole, part), before = _written_arguments(node), set(self._touched)
         for child in ast.iter_child_nodes(node):
-            if child is not whole and (not name or (isinstance(node, ast.Subscript) and child is node.slice)):
+            inner = child.value if isinstance(child, ast.keyword) else child
+            if inner is not whole and (not name or (isinstance(node, ast.Subscript) and child is node.slice)):
                 self._read(child)
         if isinstance(node, ast.Call):
             self._call_with(node, self._touched - before)
         if whole is not None:
-            name = self._written_by(whole.value if isinstance(whole, ast.keyword) else whole)
+            name = self._written_by(whole)
             if name and not self._stored(name):
                 self._wrote(name)
         if part is not None and self._kept_in(name := self._written_by(part)):
@@ -486,7 +488,7 @@ class Flow:
 
     def _stored_by(self, node: ast.AST) -> Stored:
         """The tensor or the container of before that an expression is, or has it from; empty: none that is known."""
-        in_part = isinstance(node, ast.Subscript)
+        in_part = isinstance(node, ast.Subscript) or _is_of_part(node)
         while isinstance(node, ast.Subscript):
             node = node.value
         name = self._written_by(node)
@@ -594,17 +596,20 @@ class Flow:
         if method.attr in _SEEDS:
             path = self._scope.path(name) if name else []
             return bool(path) and len(path) == len(split_name(name)) and moves_when_used(path[-1])
-        return method.attr in _ANEW and "[" not in name and bool(self._kept_in(name)) and not self._is_part(name)
+        in_part = "[" in name or self._is_part(name, method.value)
+        return method.attr in _ANEW and bool(self._kept_in(name)) and not in_part
 
-    def _is_part(self, name: str) -> bool:
-        return not self._in_part.isdisjoint(self._stored(name))
+    def _is_part(self, name: str, view: ast.AST) -> bool:
+        return _is_of_part(view) or not self._in_part.isdisjoint(self._stored(name))
 
     def _fills(self, method: ast.Attribute) -> bool:
         """Whether a call of it changes something in place, and gives nothing of it."""
         name, verb = self._written_by(method.value), method.attr
         if isinstance(method.value, ast.Subscript) and self._objects_in(method.value.value):
             return False
-        of_tensor = (verb.endswith("_") and not verb.startswith("_")) or (verb in _ANEW and self._is_part(name))
+        of_tensor = (verb.endswith("_") and not verb.startswith("_")) or (
+            verb in _ANEW and self._is_part(name, method.value)
+        )
         if verb in _MODULE_CHANGES and self._holds_modules(name):
             self._fill(name)
             return True
@@ -755,9 +760,21 @@ def _repeats(node: ast.expr) -> bool:
 
 
 def _written_arguments(node: ast.Call) -> tuple[ast.AST | None, ast.AST | None]:
-    """What a function writes to: all of it (``out=``), and in place each tensor of it."""
+    """What a function writes to: all of it (``out=``); and what it changes in place, or writes some of (``where=``)."""
     verb, first = name_of(node.func).rpartition(".")[2], next(iter(node.args), None)
     begin, end = _FOR_EACH
-    out = next((each for each in node.keywords if each.arg == "out"), None)
+    out = next((each.value for each in node.keywords if each.arg == "out"), first if verb == "copyto" else None)
+    if out is not None:
+        some = any(each.arg == "where" for each in node.keywords) or _is_of_part(out)
+        return (None, out) if some else (out, None)
     part = verb in _IN_PLACE or (verb.startswith(begin) and verb.endswith(end))
-    return out or (first if verb == "copyto" else None), first if part else None
+    return None, first if part else None
+
+
+def _is_of_part(view: ast.AST) -> bool:
+    """``x.narrow(0, at, 4)``, ``z.real``: a view of some of a tensor."""
+    while isinstance(view, (ast.Call, ast.Attribute)):
+        if isinstance(view, ast.Attribute) and view.attr in _PARTS:
+            return True
+        view = view.func if isinstance(view, ast.Call) else view.value
+    return False

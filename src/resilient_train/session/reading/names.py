@@ -24,10 +24,71 @@ def loops_at(frame: FrameType, texts: Texts) -> list[Loop]:
 
 
 def names_behind(loop: Loop, frame: FrameType, texts: Texts) -> set[str]:
-    """What the code behind it reads, in the same function."""
+    """What the code behind it reads, in the same function, before that code has written it."""
     tree = texts.function(frame.f_code, frame.f_globals) or texts.tree(frame.f_code, frame.f_globals)
-    behind = (each for each in in_scope(tree) if getattr(each, "lineno", 0) > (loop.end_lineno or 0)) if tree else ()
-    return {name for each in behind if isinstance(getattr(each, "ctx", None), ast.Load) and (name := name_of(each))}
+    behind = _Reading()
+    for each in _outermost_behind(tree, loop.end_lineno or 0) if tree else ():
+        behind.come_to(each)
+    return behind.read
+
+
+def _outermost_behind(node: ast.AST, line: int) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if getattr(child, "lineno", 0) > line:
+            yield child
+        elif not isinstance(child, SCOPES):
+            yield from _outermost_behind(child, line)
+
+
+class _Reading:
+    """Of statements, in their order: a variable of a loop or a comprehension may have the name of one of before."""
+
+    def __init__(self) -> None:
+        self.read = set[str]()
+        self._written = set[str]()
+
+    def come_to(self, *nodes: ast.AST | None) -> None:
+        for node in nodes:
+            if node is not None and not isinstance(node, SCOPES):
+                self._come_to(node)
+
+    def _come_to(self, node: ast.AST) -> None:
+        match node:
+            case ast.Assign():
+                self.come_to(node.value, *node.targets)
+            case ast.AnnAssign():
+                self.come_to(node.value, node.target)
+            case ast.For() | ast.AsyncFor():
+                self.come_to(node.iter, node.target)
+                self._perhaps(*node.body, *node.orelse)
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
+                self._perhaps(*node.generators, node.elt)
+            case ast.DictComp():
+                self._perhaps(*node.generators, node.key, node.value)
+            case ast.comprehension():
+                self.come_to(node.iter, node.target, *node.ifs)
+            case ast.If() | ast.While():
+                self.come_to(node.test)
+                self._perhaps(*node.body)
+                self._perhaps(*node.orelse)
+            case ast.Try() | ast.TryStar() | ast.Match() | ast.IfExp() | ast.BoolOp():
+                self._perhaps(*ast.iter_child_nodes(node))
+            case _:
+                self._come_to_parts(node)
+
+    def _come_to_parts(self, node: ast.AST) -> None:
+        self.come_to(*ast.iter_child_nodes(node))
+        name, context = name_of(node), getattr(node, "ctx", None)
+        if name and isinstance(context, ast.Store):
+            self._written.add(name)
+        elif name and isinstance(context, ast.Load) and self._written.isdisjoint(prefixes(name)):
+            self.read.add(name)
+
+    def _perhaps(self, *nodes: ast.AST) -> None:
+        """What is written there may not be behind it."""
+        before = set(self._written)
+        self.come_to(*nodes)
+        self._written = before
 
 
 def in_scope(scope: ast.AST) -> Iterator[ast.AST]:

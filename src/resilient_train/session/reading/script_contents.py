@@ -36,7 +36,7 @@ from types import (
     SimpleNamespace,
 )
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import numpy as np
 
@@ -69,6 +69,32 @@ _SETS = (set, frozenset)
 _DICTS = (dict, OrderedDict)
 _CONTAINERS = (*_DICTS, *_SETS, list, tuple, deque)
 _PLAIN_OBJECTS = (SimpleNamespace, argparse.Namespace, UserDict, WeakKeyDictionary, WeakValueDictionary, Event)
+_FILE_SYSTEMS_OF_NUMBERS = ("/proc/", "/sys/")
+
+
+def _position(file: Any) -> Hashable:
+    """Of one that is only read: a training may go through it. In those of the kernel's, nothing is far from a begin."""
+    if file.closed or file.writable() or not file.seekable() or str(file.name).startswith(_FILE_SYSTEMS_OF_NUMBERS):
+        return None
+    try:
+        return int(file.tell())
+    except OSError:  # a text, within ``for line in file``
+        return int(file.buffer.tell())
+
+
+def _wakes(pid: Any) -> Hashable:
+    """How often another process has waited for something, and gone on. None: there is no such process."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as status:  # noqa: PTH123 - in each look
+            return next((line for line in status if line.startswith(b"voluntary")), None)
+    except OSError:
+        return None
+
+
+def _of_library(key: str) -> Callable[[Any], Hashable]:
+    return lambda each: attributes_of(each).get(key)
+
+
 _MOVES: tuple[tuple[type, Callable[[Any], Hashable]], ...] = (
     (random.Random, lambda each: hash(each.getstate())),
     (np.random.Generator, lambda each: _of_numpys(each.bit_generator.state)),
@@ -80,7 +106,18 @@ _MOVES: tuple[tuple[type, Callable[[Any], Hashable]], ...] = (
     (np.ufunc, repr),
     *((type(each), operator.length_hint) for each in (iter([]), iter(()), iter(range(0)), iter({}))),
     (itertools.count, repr),
+    *((each, _position) for each in (io.FileIO, io.BufferedReader, io.TextIOWrapper)),
 )
+_OTHERS_MOVE: dict[tuple[str, str], Callable[[Any], Hashable]] = {
+    ("sqlite3", "Connection"): lambda each: each.total_changes,
+    ("multiprocessing.process", "BaseProcess"): lambda each: _wakes(
+        getattr(attributes_of(each).get("_popen"), "pid", None)
+    ),
+    ("subprocess", "Popen"): lambda each: _wakes(attributes_of(each).get("pid")),
+    ("torch.quasirandom", "SobolEngine"): _of_library("num_generated"),
+    ("scipy.stats._qmc", "QMCEngine"): _of_library("num_generated"),
+}
+"""By module and class, since importing them takes time: also of classes made of them."""
 _TENSORS = ("_parameters", "_buffers")
 _OTHERWISE = (*_TENSORS, MODULES, "training")
 """Of a torch module, what is looked at otherwise, or by others."""
@@ -186,11 +223,15 @@ class _Walk:
 
 def changed(before: ScriptContents, now: ScriptContents) -> list[str]:
     """What holds something else: of containers their names, and of an attribute of many tensors the first."""
-    names, settled = dict[str, str](), set[str]()
+    names, settled, others = dict[str, str](), set[str](), set[str]()
+    """``others``: modules in whose places others were, and what lies in them."""
     for name, (form, around, kind, of_tensor) in now.seen.items():
         if kind in now.settled or around in settled:
             settled.add(name)
+        elif around in others:
+            others.add(name)
         elif before.seen[name].form != form if name in before.seen else around in before.opened and kind[1][:1] != "[":
+            others |= {name} if type(form) is tuple and type(form[-1]) is _Itself else set()
             place = _container(name, now)
             names.setdefault(kind[1] if of_tensor else place, place)
     return [*names.values()]
@@ -273,10 +314,17 @@ def _kind_of(kind: type) -> _Kind:
         is_array=kind is np.ndarray,
         is_numpys_scalar=any(each is np.generic for each in order) and not users,
         is_generator=module == "torch._C" and name == "Generator",
-        moves=next((ask for each, ask in _MOVES if each is kind), None),
+        moves=_moves(order),
         is_users=users,
         is_open=users or _is_one_of(kind, _PLAIN_OBJECTS),
     )
+
+
+def _moves(order: Sequence[type]) -> Callable[[Any], Hashable] | None:
+    if (own := next((ask for each, ask in _MOVES if each is order[0]), None)) is not None:
+        return own
+    named = ((str(_MODULE.__get__(each)), str(_NAME.__get__(each))) for each in order)
+    return next((_OTHERS_MOVE[each] for each in named if each in _OTHERS_MOVE), None)
 
 
 def _is_one_of(kind: type, kinds: Iterable[type]) -> bool:
@@ -441,7 +489,32 @@ def _value_form(value: Any, kind: _Kind) -> Hashable:
         return name, value.__code__.co_filename, value.__code__.co_firstlineno
     if kind.of is BuiltinFunctionType:
         return name, value.__qualname__
+    if _has_tensors(value):
+        return name, _Itself(ref(value))
     return name, "" if kind.moves is None else kind.moves(value)
+
+
+class _Itself:
+    """Which object it is: another one has other values, though it is of the same class. Nothing is kept alive."""
+
+    def __init__(self, held: ref[Any]) -> None:
+        self._held = held
+
+    def __eq__(self, other: object) -> bool:
+        own = self._held()
+        return own is not None and type(other) is _Itself and own is other._held()
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _has_tensors(module: Any) -> bool:
+    """Whether it is one of torch's modules that has a parameter or a buffer, or whose modules have."""
+    own = attributes_of(module)
+    if type(own.get(MODULES)) is not dict:
+        return False
+    tensors = (each for names in map(own.get, _TENSORS) if type(names) is dict for each in names.values())
+    return any(each is not None for each in tensors) or any(map(_has_tensors, [*own[MODULES].values()]))
 
 
 def _scalar_form(value: Any, kind: _Kind) -> Hashable:

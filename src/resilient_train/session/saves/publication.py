@@ -48,6 +48,8 @@ class Publication:
         """See ``Published``."""
         self.loops = self.missed_loops = self._missed_told = 0
         """See ``Published``; and how many of them this process has not begun, since it began in a later one."""
+        self.ahead = False
+        """The process whose place this one has taken was lost in or behind an update."""
         self.behind: tuple[str, ...] = ()
         """What the tail that this process takes up may have written, and is as it was before it."""
 
@@ -134,6 +136,7 @@ class Publication:
         self.missed_loops += max(0, held.loops - self.loops)
         self.loops = max(held.loops, self.loops)
         # Before the loader: its order, and its workers, may come of it.
+        self.ahead = held.ahead
         self.behind = self._rank_state.restore(held.rank, lost) + (_DRAWN if lost.drawn else ())
         self._cursor.load(
             DataPosition(

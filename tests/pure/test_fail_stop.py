@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+from collections import deque
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -36,6 +40,31 @@ def test_a_killed_worker() -> None:
     assert lost_worker(caught(by_the_queue)) == KILLED.strip()
 
 
+@pytest.mark.parametrize(("codes", "killed"), [([-9], True), ([-9, -15], True), ([-9, 1], False), ([None], False)])
+def test_workers_that_are_found_gone(codes: list[int | None], killed: bool) -> None:
+    """As the iterator finds them that nobody told it of."""
+
+    def _try_get_data() -> None:
+        failed_workers = [SimpleNamespace(pid=4711, exitcode=code) for code in codes]
+        raise RuntimeError(f"DataLoader worker (pid(s) {len(failed_workers)}) exited unexpectedly")
+
+    assert bool(lost_worker(caught(_try_get_data))) is killed
+
+
+@pytest.mark.torch
+def test_the_iterator_of_torch_finds_them_so() -> None:
+    """A worker by ``forkserver`` is no child of this process."""
+    data = pytest.importorskip("torch").utils.data
+    context = multiprocessing.get_context("forkserver")
+    loader = iter(data.DataLoader([0] * 100, num_workers=1, multiprocessing_context=context))
+    next(loader)
+    pid = loader._workers[0].pid
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises((RuntimeError, OSError, EOFError)) as raised:  # as far as it has come in handing over
+        deque(loader, maxlen=0)
+    assert lost_worker(raised.value) == f"DataLoader worker (pid {pid}) is killed by signal"
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -65,6 +94,7 @@ RELEASED = [
     "drill.close",
     "errors.tell",
     "stop_delivery.close",
+    "children.end",
     "saving.close",
     "verification.close",
     "pulse.close",
@@ -83,7 +113,7 @@ def opened(parts: MagicMock) -> Session:
     driver._pid = os.getpid()
     driver._released = driver._begun = driver._told_end = False
     driver._engine, driver._device, driver.saving = parts, parts.errors, parts.saving
-    for name in ("pulse", "verification", "stop_delivery", "records", "trace", "injector", "link"):
+    for name in ("pulse", "verification", "stop_delivery", "records", "trace", "injector", "link", "children"):
         setattr(driver, f"_{name}", getattr(parts, name))
     driver._notices = notices = Notices.__new__(Notices)
     notices._who, notices.sink = {"rank": 3}, parts.sink

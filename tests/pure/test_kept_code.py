@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import linecache
 import os
 import py_compile
 import shutil
@@ -13,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from resilient_train.launch.fork.kept_code import KeptCode, begin
+from resilient_train.launch.fork.kept_code import KeptCode, begin, take_place
 
 
 @pytest.fixture
@@ -325,3 +326,25 @@ def test_bytecode_of_another_text_is_not_used(folder: Path, tmp_path: Path, monk
     module = importlib.import_module("helper_of_two")
     del sys.modules["helper_of_two"]
     assert module.a == 1
+
+
+def test_one_that_has_waited_in_the_script_counts_from_its_first_step(folder: Path, tmp_path: Path) -> None:
+    """What was written while it stood by was not written by its job's ranks for it to read."""
+    known, other = (written(tmp_path / f"{name}.py", "w = 1") for name in ("known", "other"))
+    first = KeptCode(folder)
+    assert (read(first, known, "known"), read(first, other, "other")) == ("w = 1", "w = 1")
+    standby = late(folder)
+    assert read(standby, known, "known") == "w = 1"
+    for path in (known, other):
+        written(Path(path), "w = 25", ago_s=-1.0)
+    linecache.clearcache()
+    assert linecache.getline(known, 1) == "w = 25\n"
+    linecache.clearcache()
+    later = time.time_ns() + 10**10
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "meta_path", [*sys.meta_path, standby])
+        patch.setattr(time, "time_ns", lambda: later)
+        take_place()
+    assert read(standby, other, "other") == "w = 1"
+    linecache.checkcache(known)
+    assert linecache.getline(known, 1).strip() == "w = 1", "whoever asks for the text of what was imported above"

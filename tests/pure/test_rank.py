@@ -291,7 +291,7 @@ def test_what_it_waits_for_raises(before: tuple[Any, ...], how: Any) -> None:
 @pytest.mark.parametrize(
     ("before", "event", "text"),
     [
-        (IN_TAIL, on.UpdateBegins(), r"optimizer.step\(\) ran twice in step 1"),
+        (IN_TAIL, on.UpdateBegins(), r"optimizer.step\(\) ran twice in step 0"),
         (STARTED, on.UpdateBegins(), r"optimizer.step\(\) was called outside `with step:` \(step 0\)"),
         (IN_BODY, on.Enter(), "step 0 was used twice"),
         (IN_TAIL, on.Enter(), "was used twice"),

@@ -8,7 +8,10 @@ import functools
 import io
 import itertools
 import mmap
+import os
 import random
+import sqlite3
+import subprocess
 import sys
 import textwrap
 import threading
@@ -33,6 +36,9 @@ NAMES = (
     functools,
     io,
     itertools,
+    os,
+    sqlite3,
+    subprocess,
     OrderedDict,
     random,
     threading,
@@ -134,6 +140,13 @@ def made_hook() -> Any:
     return hook
 
 
+def rest(process: subprocess.Popen[bytes]) -> None:
+    """Until it waits for its next line."""
+    while "State:\tS" not in Path(f"/proc/{process.pid}/status").read_text():
+        assert process.poll() is None
+        time.sleep(0.001)
+
+
 def with_default(value: float, kept: list[float] = []) -> None:  # noqa: B006 - what is tested
     kept.append(value)
 
@@ -223,6 +236,23 @@ FOUND = {
     "the order of what was used last": ("x = OrderedDict(a=1, b=2)", "x.move_to_end('a')", ["x"]),
     "where it is in a file": ("x = [io.BytesIO(b'ab'), io.StringIO('ab')]", "for f in x: f.read(1)", ["x"]),
     "what a file holds": ("x = [io.BytesIO(b'ab')]", "x[0].getbuffer()[0] = 1", ["x"]),
+    "where it is in a file that is read": ("x = [open('/etc/services', 'rb')]", "for f in x: f.read(100)", ["x"]),
+    "and of a text": ("x = [open('/etc/services')]", "for f in x: f.read(100)", ["x"]),
+    "within the lines of one": ("x = [open('/etc/services')]", "for f in x: next(f)", ["x"]),
+    "an unbuffered one": ("x = [open('/etc/services', 'rb', buffering=0)]", "for f in x: f.read(100)", ["x"]),
+    "a database": (
+        "x = [sqlite3.connect(':memory:')]\nx[0].execute('create table t(a)')",
+        "for d in x: d.execute('insert into t values (1)')",
+        ["x"],
+    ),
+    "another process": (
+        "x = [subprocess.Popen(['sh', '-c', 'read a; read b'], stdin=-1, bufsize=0)]",
+        "for p in x: rest(p); p.stdin.write(b'1'); rest(p)",
+        ["x"],
+    ),
+    "a Sobol sequence": ("x = [torch.quasirandom.SobolEngine(2)]", "for s in x: s.draw(1)", ["x"]),
+    "another module of the class": ("x = {'t': Net()}", "x['t'] = Net()", ["x"]),
+    "another one in a module": ("x = torch.nn.Sequential(Net())", "x[0] = Net()", ["x.0"]),
     "a column": ("x = [torch.zeros(9, 9)[:, 1], np.zeros((9, 9))[:, 1]]", "for a in x: a[8] = 1", ["x"]),
     "of another order": ("x = [torch.zeros(9, 5).t()]", "x[0].data[4, 8] = 1", ["x"]),
     "another kind of object": ("x = Meter()\nx.inner = Slots()", "x.inner = Record()", ["x.inner", "x.inner.best"]),
@@ -242,6 +272,15 @@ NOT_FOUND = {
     "many": ("x = [[0] * 10**6, deque([0] * 10**5), {*range(10**5)}, {k: 0 for k in range(10**5)}]", "x[0][500] = 1"),
     "a name that says what it likes": ("x = {Name('a'): Meter()}", "pass"),
     "a large array that is as it was": ("x = [np.ones(10**6)]", "x[0] = x[0].copy()"),
+    "a file that is written": ("x = [open('/dev/null', 'w')]", "for f in x: f.write('a')"),
+    "one of the kernel's numbers": ("x = [open('/proc/self/stat')]", "for f in x: f.read()"),
+    "a pipe": (
+        "x = [os.fdopen(end, mode) for end, mode in zip(os.pipe(), 'rw')]",
+        "print('a', file=x[1], flush=True); x[0].readline()",
+    ),
+    "a file that is closed": ("x = [open('/etc/services')]; x[0].close()", "pass"),
+    "a process that is no more": ("x = [subprocess.Popen(['true'])]; x[0].wait()", "pass"),
+    "a module without tensors": ("x = {'t': torch.nn.Dropout()}", "x['t'] = torch.nn.Dropout()"),
     "tensors that can't be looked at": (
         "x = [torch.ones(2, device='meta'), torch.ones(2, 2).to_sparse(), torch.nn.LazyLinear(2), torch.ones(0)]",
         "pass",

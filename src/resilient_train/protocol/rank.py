@@ -430,7 +430,7 @@ def _update_ends(rank: Rank, state: Update, event: on.UpdateEnds) -> Effects:
 
 @_row(Update, on.UpdateBegins)
 def _update_goes_on(rank: Rank, _: Update, event: on.UpdateBegins) -> Effects:
-    return _twice(rank) if event.index in rank.written else _begun(rank)
+    return _twice(rank.number) if event.index in rank.written else _begun(rank)
 
 
 @_row(Body, on.UpdateEnds)
@@ -501,7 +501,7 @@ def _save_behind_tail(rank: Rank, order: SaveLast) -> Effects:
 
 @_row(Tail, on.UpdateBegins)
 def _update_in_tail(rank: Rank, _: Tail, __: on.UpdateBegins) -> Effects:
-    return _twice(rank)
+    return _twice(rank.number - 1)
 
 
 @_row(Tail, on.UpdateEnds)
@@ -573,10 +573,10 @@ def _told_damage(rank: Rank, event: on.Exit) -> Effects:
     return (do.SendDamaged(event.text),) if event.damaged else ()
 
 
-def _twice(rank: Rank) -> Effects:
+def _twice(number: int) -> Effects:
     return (
         do.Misuse(
-            f"optimizer.step() ran twice in step {rank.number}; give each update its own `with step:`, or pass "
+            f"optimizer.step() ran twice in step {number}; give each update its own `with step:`, or pass "
             "Session(undo=True)"
         ),
     )

@@ -1147,7 +1147,7 @@ class Driver:
     def _take_up(self, published: bytes, tail: WrittenInTail) -> int:
         with self._engine.collectives.loading():
             number = self._publication.take_up(published, tail)
-        if self._publication.ahead:  # the process whose place this one takes was lost in or behind an update
+        if self._publication.behind or self._publication.tail_cut:
             self._notices.tail_lost(number, self._publication.behind)
         self._tell_strayed(number)
         if self._entered:
@@ -1287,6 +1287,7 @@ class Driver:
             self._engine.drill.close,
             self._device.tell,
             self._stop_delivery.close,
+            self._children.end,
             self.saving.close,
             self._verification.close,
             self._pulse.close,

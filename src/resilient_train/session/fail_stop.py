@@ -19,12 +19,14 @@ from resilient_train.observe.sinks import say_aside
 _KILLED = "is killed by signal"
 """Of a worker, says torch (DataLoader.cpp), which raises RuntimeError wherever the training thread is at that moment.
 """
-_GONE = "exited unexpectedly"
-"""So says the iterator of workers that nobody told it of: of those that are no children of this process
-(``forkserver``), and where the other error went by in a body that a fault has cut.
+_FINDS, _ALL, _FOUND = "_try_get_data", "_workers", "failed_workers"
+"""The iterator's function that finds a worker gone of whom nobody told it (torch/utils/data/dataloader.py), those that
+it has, and a variable there: those that it has found. They are no children of this process (``forkserver``), or the
+other error went by in a body that a fault has cut. What a worker was about to hand over fails before that.
 """
-_FINDS, _FOUND = "_try_get_data", "failed_workers"
-"""Where it finds them (torch/utils/data/dataloader.py)."""
+_HANDED_OVER = (OSError, EOFError)
+_ENDS_S = 1.0
+"""A process that has closed all its files has not ended yet."""
 
 
 def fail_stop(tell: Callable[[str, dict[str, Any]], None], kind: str, reason: str) -> None:
@@ -35,20 +37,29 @@ def fail_stop(tell: Callable[[str, dict[str, Any]], None], kind: str, reason: st
 
 
 def lost_worker(error: BaseException | None) -> str:
-    """What torch says of a data loader's worker that was killed, if ``error`` comes of that; else empty."""
+    """What there is to say of a data loader's worker that was killed, if ``error`` comes of that; else empty."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker") and _was_killed(error):
-            return str(error).strip()
+        said = str(error)
+        if isinstance(error, RuntimeError) and said.startswith("DataLoader worker") and _KILLED in said:
+            return said.strip()
+        if pids := _killed(error):
+            return f"DataLoader worker (pid {', '.join(map(str, pids))}) {_KILLED}"
         error = error.__cause__ or error.__context__
     return ""
 
 
-def _was_killed(error: RuntimeError) -> bool:
-    """And has not left by itself, which is a failure of the script's."""
-    if _GONE not in str(error):
-        return _KILLED in str(error)
-    finding = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == _FINDS)
-    codes = [each.exitcode for frame in finding for each in variables(frame).get(_FOUND, ())]
-    return bool(codes) and all(code is not None and code < 0 for code in codes)
+def _killed(error: BaseException) -> list[int]:
+    """Those that the iterator misses. One that has left by itself is a failure of the script's."""
+    found = (variables(frame) for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == _FINDS)
+    for names in found:
+        gone = names.get(_FOUND) or []
+        if not gone and isinstance(error, _HANDED_OVER):
+            workers = getattr(names.get("self"), _ALL, [])
+            for each in workers:
+                each.join(_ENDS_S / len(workers))
+            gone = [each for each in workers if each.exitcode]
+        if gone:
+            return [each.pid for each in gone] if all(each.exitcode and each.exitcode < 0 for each in gone) else []
+    return []

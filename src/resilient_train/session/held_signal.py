@@ -32,14 +32,16 @@ class HeldChildSignal:
 
     def let(self) -> None:
         """It runs again, and now if it would have run since; it may raise."""
-        if not self._holds:
-            return
-        self._holds = False
-        if signal.getsignal(signal.SIGCHLD) == self._heard:
-            signal.signal(signal.SIGCHLD, self._handler)
-        came, self._came = self._came, False
+        came = self._came
+        self.end()
         if came:
             signal.raise_signal(signal.SIGCHLD)
+
+    def end(self) -> None:
+        """It runs again, when next a signal comes; idempotent."""
+        if self._holds and signal.getsignal(signal.SIGCHLD) == self._heard:
+            signal.signal(signal.SIGCHLD, self._handler)
+        self._holds = self._came = False
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         """Another handler may have been set around this one: then this stands for the former one."""

@@ -18,7 +18,7 @@ from resilient_train._native import Board, Page, Probes, Watchdog, hear_terminat
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.roles import LoggedCall
 from resilient_train.protocol.progress import Activity
-from resilient_train.protocol.standing import APPLIED, COMPUTE, UPDATING, Standing
+from resilient_train.protocol.standing import APPLIED, COMPUTE, UPDATING, Standing, standing_of
 from resilient_train.state.arena import Arena, ArenaFullError, LogEntry
 
 _INPUT, _RESULT, _TOO_LARGE, _FULL = range(4)
@@ -83,6 +83,8 @@ class Peers:
         self.rank = rank
         self.world_size = board.world_size
         self._board = board
+        self.left_at = standing_of(board.standing(rank))
+        """How far the process has come whose place this one takes."""
         self._page = Page(board, rank)
         self._arena = arena
         self._borrow, self._reserve = borrow, reserve

@@ -63,6 +63,13 @@ def begin(run_dir: Path) -> Path | None:
     return folder
 
 
+def take_place() -> None:
+    """This process has waited in the script, and becomes a rank now: what was written meanwhile is not its job's."""
+    for finder in sys.meta_path:
+        if isinstance(finder, KeptCode):
+            finder.take_place()
+
+
 class _Asked(NamedTuple):
     looks: tuple[int, int]
     names: set[str]
@@ -190,10 +197,17 @@ class KeptCode:
         if not copy:
             return Path(path).read_bytes()
         text = Path(copy).read_bytes()
-        if not _is_as_it_was(path, copy):  # tracebacks, and whoever else asks for lines, shall have those that run
-            lines = text.decode(errors="replace").splitlines(keepends=True)
-            linecache.cache[path] = (len(text), None, lines, path)
+        if not _is_as_it_was(path, copy):
+            _show_lines(path, text)
         return text
+
+    def take_place(self) -> None:
+        """See the function of this name."""
+        self._began_ns = time.time_ns()
+        for path, copy in self._copies.items():
+            with contextlib.suppress(OSError):
+                if copy and not _is_as_it_was(path, copy):
+                    _show_lines(path, Path(copy).read_bytes())
 
     def scripts_folder(self, now: str) -> str:
         """What ``now`` was in the first process: a link may lead elsewhere now. It may be gone: modules have copies."""
@@ -281,6 +295,11 @@ class KeptCode:
                 "taken as it is, so if the job has not written it itself the bits may not be those of the undisturbed "
                 "run (docs/how-to/schedulers.md, New code)"
             )
+
+
+def _show_lines(path: str, text: bytes) -> None:
+    """Tracebacks, ``torch.jit.script`` and whoever else asks for lines shall have those that run."""
+    linecache.cache[path] = (len(text), None, text.decode(errors="replace").splitlines(keepends=True), path)
 
 
 def _is_within(first: str, now: str) -> bool:

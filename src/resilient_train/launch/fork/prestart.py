@@ -21,6 +21,7 @@ from types import FrameType
 from typing import NoReturn
 
 from resilient_train import config, standby_stage
+from resilient_train.launch.fork import kept_code
 from resilient_train.launch.fork.environ_watch import ALL, EnvironWatch
 from resilient_train.launch.fork.frames import Gate, Life, Unready, Waits
 from resilient_train.launch.fork.zygote import fatal, take_streams
@@ -92,6 +93,7 @@ class _Watcher:
             self._gate.close()
             take_streams(logs)
             config.take_rank(life.run.environ)
+            kept_code.take_place()
             importlib.invalidate_caches()
             _tell_torch(config.own_rank())
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from resilient_train.frameworks.roles import NOTHING_WRITTEN, Data, RankState, WrittenInTail
+from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session.agent_link import Link
 from resilient_train.session.redo.loader import Cursor, DataPosition
 from resilient_train.session.saves.publication_format import Published, read
@@ -48,8 +49,8 @@ class Publication:
         """See ``Published``."""
         self.loops = self.missed_loops = self._missed_told = 0
         """See ``Published``; and how many of them this process has not begun, since it began in a later one."""
-        self.ahead = False
-        """The process whose place this one has taken was lost in or behind an update."""
+        self.tail_cut = False
+        """The process whose place this one has taken was lost in or behind an update, and had not begun the next."""
         self.behind: tuple[str, ...] = ()
         """What the tail that this process takes up may have written, and is as it was before it."""
 
@@ -136,7 +137,8 @@ class Publication:
         self.missed_loops += max(0, held.loops - self.loops)
         self.loops = max(held.loops, self.loops)
         # Before the loader: its order, and its workers, may come of it.
-        self.ahead = held.ahead
+        left = self._link.peers.left_at
+        self.tail_cut = Standing(held.commits - 1, Phase.COMPUTE) < left < Standing(held.commits, Phase.COMPUTE)
         self.behind = self._rank_state.restore(held.rank, lost) + (_DRAWN if lost.drawn else ())
         self._cursor.load(
             DataPosition(

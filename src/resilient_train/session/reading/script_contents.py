@@ -383,7 +383,8 @@ def _attributes(name: str, value: Any, own: Iterable[tuple[str, Any]]) -> Iterat
 
 
 def _entries(name: str, value: Any, own: Iterable[tuple[Any, Any]]) -> Iterator[HeldPart]:
-    return (HeldPart(value, f"[{key!r}]", f"{name}[{key!r}]", each) for key, each in [*own])
+    shown = [("..." if key is ... else repr(key), each) for key, each in own]
+    return (HeldPart(value, f"[{key}]", f"{name}[{key}]", each) for key, each in shown)
 
 
 def _of_object(value: Any) -> Iterator[tuple[str, Any]]:

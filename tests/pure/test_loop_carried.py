@@ -72,6 +72,7 @@ LOOPS = {
     "a row of a view": ("tensor.view(-1).narrow(0, 0, 1).copy_(part)\nuse(tensor)", ("tensor",)),
     "half of one": ("tensor.real.copy_(part)\nuse(tensor)", ("tensor",)),
     "a part by a name": ("row = tensor.narrow(0, step, 1)\nrow.copy_(part)\nuse(tensor)", ("tensor",)),
+    "all of one that has such a name": ("net.real.copy_(part)\nuse(net.real)", ()),
     "all of one": ("tensor.view(-1).copy_(part)\nuse(tensor)", ()),
     "some of an array": ("np.copyto(array, 1, where=step > 0)\nuse(array)", ("array",)),
     "all of an array": ("np.copyto(array, 1)\nuse(array)", ()),
@@ -176,7 +177,7 @@ class Thing:
     seen = hidden = weight = 0
 
     def __init__(self) -> None:
-        self.mean, self.bag = Mean(), list[int]()
+        self.mean, self.bag, self.real = Mean(), list[int](), torch.zeros(1)
 
 
 class Ops:
@@ -836,6 +837,8 @@ def test_what_is_filled_for_what_stands_behind_the_loop(kept: Any, behind: str, 
         ("    if step > 6:\n        best = loss\nprint([best for best in range(3)])\nprint(best)", ("best",)),
         ("    if step > 6:\n        best = loss\nfor best in range(3):\n    print(best)", ()),
         ("    if step > 6:\n        best = loss\nbest = best + 1", ("best",)),
+        ("    if step > 6:\n        best = loss\nbest += 1", ("best",)),
+        ("    if step > 6:\n        best = loss\nif (best := best + 1): pass", ("best",)),
         ("    if step > 6:\n        best = loss\ntry:\n    best = 1\nfinally:\n    print(best)", ()),
     ],
 )

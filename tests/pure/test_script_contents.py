@@ -279,6 +279,11 @@ NOT_FOUND = {
         "print('a', file=x[1], flush=True); x[0].readline()",
     ),
     "a file that is closed": ("x = [open('/etc/services')]; x[0].close()", "pass"),
+    "a text in no file": (
+        "x = [io.TextIOWrapper(io.BytesIO(b'a')), io.TextIOWrapper(io.BytesIO(b'a'))]; x[0].detach()",
+        "pass",
+    ),
+    "a database that is closed": ("x = [sqlite3.connect(':memory:')]; x[0].close()", "pass"),
     "a process that is no more": ("x = [subprocess.Popen(['true'])]; x[0].wait()", "pass"),
     "a module without tensors": ("x = {'t': torch.nn.Dropout()}", "x['t'] = torch.nn.Dropout()"),
     "tensors that can't be looked at": (

@@ -318,7 +318,7 @@ class Flow:
                 return
         whole, part, before = None, None, self._touched
         if isinstance(node, ast.Call):
-            (whole, part), before = _written_arguments(node), set(self._touched)
+            (whole, part), before = self._written_arguments(node), set(self._touched)
         for child in ast.iter_child_nodes(node):
             inner = child.value if isinstance(child, ast.keyword) else child
             if inner is not whole and (not name or (isinstance(node, ast.Subscript) and child is node.slice)):
@@ -488,7 +488,7 @@ class Flow:
 
     def _stored_by(self, node: ast.AST) -> Stored:
         """The tensor or the container of before that an expression is, or has it from; empty: none that is known."""
-        in_part = isinstance(node, ast.Subscript) or _is_of_part(node)
+        in_part = isinstance(node, ast.Subscript) or self._is_of_part(node)
         while isinstance(node, ast.Subscript):
             node = node.value
         name = self._written_by(node)
@@ -515,6 +515,30 @@ class Flow:
             case ast.Attribute(value=of, attr=part) if part in _VIEWS and self._kept_in(inner := self._written_by(of)):
                 return inner
         return name_of(node)
+
+    def _is_of_part(self, view: ast.AST) -> bool:
+        """``x.narrow(0, at, 4)``, ``z.real``: a view of some of a tensor."""
+        while isinstance(view, (ast.Call, ast.Attribute)):
+            part = view.func if isinstance(view, ast.Call) else view
+            if not isinstance(part, ast.Attribute):
+                return False
+            if part.attr in _PARTS and (part is not view or self._kept_in(self._written_by(part.value))):
+                return True
+            view = part.value
+        return False
+
+    def _written_arguments(self, node: ast.Call) -> tuple[ast.AST | None, ast.AST | None]:
+        """What a function writes to: all of it (``out=``); and what it changes in place, or writes some of
+        (``where=``).
+        """
+        verb, first = name_of(node.func).rpartition(".")[2], next(iter(node.args), None)
+        begin, end = _FOR_EACH
+        out = next((each.value for each in node.keywords if each.arg == "out"), first if verb == "copyto" else None)
+        if out is not None:
+            some = any(each.arg == "where" for each in node.keywords) or self._is_of_part(out)
+            return (None, out) if some else (out, None)
+        part = verb in _IN_PLACE or (verb.startswith(begin) and verb.endswith(end))
+        return None, first if part else None
 
     def _write(self, *targets: ast.AST) -> None:
         for target in targets:
@@ -600,7 +624,7 @@ class Flow:
         return method.attr in _ANEW and bool(self._kept_in(name)) and not in_part
 
     def _is_part(self, name: str, view: ast.AST) -> bool:
-        return _is_of_part(view) or not self._in_part.isdisjoint(self._stored(name))
+        return self._is_of_part(view) or not self._in_part.isdisjoint(self._stored(name))
 
     def _fills(self, method: ast.Attribute) -> bool:
         """Whether a call of it changes something in place, and gives nothing of it."""
@@ -757,24 +781,3 @@ def _comes_to_each(node: ast.For | ast.AsyncFor) -> bool:
 def _repeats(node: ast.expr) -> bool:
     """``itertools.repeat(x)`` gives each step the same."""
     return isinstance(node, ast.Call) and name_of(node.func).rpartition(".")[2] == "repeat"
-
-
-def _written_arguments(node: ast.Call) -> tuple[ast.AST | None, ast.AST | None]:
-    """What a function writes to: all of it (``out=``); and what it changes in place, or writes some of (``where=``)."""
-    verb, first = name_of(node.func).rpartition(".")[2], next(iter(node.args), None)
-    begin, end = _FOR_EACH
-    out = next((each.value for each in node.keywords if each.arg == "out"), first if verb == "copyto" else None)
-    if out is not None:
-        some = any(each.arg == "where" for each in node.keywords) or _is_of_part(out)
-        return (None, out) if some else (out, None)
-    part = verb in _IN_PLACE or (verb.startswith(begin) and verb.endswith(end))
-    return None, first if part else None
-
-
-def _is_of_part(view: ast.AST) -> bool:
-    """``x.narrow(0, at, 4)``, ``z.real``: a view of some of a tensor."""
-    while isinstance(view, (ast.Call, ast.Attribute)):
-        if isinstance(view, ast.Attribute) and view.attr in _PARTS:
-            return True
-        view = view.func if isinstance(view, ast.Call) else view.value
-    return False

@@ -56,8 +56,11 @@ class _Reading:
         match node:
             case ast.Assign():
                 self.come_to(node.value, *node.targets)
-            case ast.AnnAssign():
+            case ast.AnnAssign() | ast.NamedExpr():
                 self.come_to(node.value, node.target)
+            case ast.AugAssign():
+                self.come_to(node.value)
+                self._reads(name_of(node.target))
             case ast.For() | ast.AsyncFor():
                 self.come_to(node.iter, node.target)
                 self._perhaps(*node.body, *node.orelse)
@@ -81,7 +84,11 @@ class _Reading:
         name, context = name_of(node), getattr(node, "ctx", None)
         if name and isinstance(context, ast.Store):
             self._written.add(name)
-        elif name and isinstance(context, ast.Load) and self._written.isdisjoint(prefixes(name)):
+        elif isinstance(context, ast.Load):
+            self._reads(name)
+
+    def _reads(self, name: str) -> None:
+        if name and self._written.isdisjoint(prefixes(name)):
             self.read.add(name)
 
     def _perhaps(self, *nodes: ast.AST) -> None:

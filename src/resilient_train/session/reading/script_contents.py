@@ -74,12 +74,19 @@ _FILE_SYSTEMS_OF_NUMBERS = ("/proc/", "/sys/")
 
 def _position(file: Any) -> Hashable:
     """Of one that is only read: a training may go through it. In those of the kernel's, nothing is far from a begin."""
-    if file.closed or file.writable() or not file.seekable() or str(file.name).startswith(_FILE_SYSTEMS_OF_NUMBERS):
-        return None
-    try:
-        return int(file.tell())
-    except OSError:  # a text, within ``for line in file``
-        return int(file.buffer.tell())
+    with contextlib.suppress(ValueError, AttributeError):  # it is closed, detached, or reads from no file
+        if file.writable() or not file.seekable() or str(file.name).startswith(_FILE_SYSTEMS_OF_NUMBERS):
+            return None
+        with contextlib.suppress(OSError):
+            return int(file.tell())
+        return int(file.buffer.tell())  # of a text, within ``for line in file``
+    return None
+
+
+def _rows_changed(database: Any) -> Hashable:
+    with contextlib.suppress(Exception):  # it is closed; the module need not be there
+        return int(database.total_changes)
+    return None
 
 
 def _wakes(pid: Any) -> Hashable:
@@ -109,7 +116,7 @@ _MOVES: tuple[tuple[type, Callable[[Any], Hashable]], ...] = (
     *((each, _position) for each in (io.FileIO, io.BufferedReader, io.TextIOWrapper)),
 )
 _OTHERS_MOVE: dict[tuple[str, str], Callable[[Any], Hashable]] = {
-    ("sqlite3", "Connection"): lambda each: each.total_changes,
+    ("sqlite3", "Connection"): _rows_changed,
     ("multiprocessing.process", "BaseProcess"): lambda each: _wakes(
         getattr(attributes_of(each).get("_popen"), "pid", None)
     ),

@@ -75,6 +75,18 @@ def test_one_that_was_set_meanwhile_stays_and_hands_on() -> None:
     assert (len(outer), len(HEARD)) == (3, 2)
 
 
+def test_one_that_is_set_around_ours_each_time() -> None:
+    held = HeldChildSignal()
+    for _ in range(3):
+        held.hold()
+        ours = signal.getsignal(signal.SIGCHLD)
+        assert callable(ours)
+        signal.signal(signal.SIGCHLD, lambda number, frame, ours=ours: ours(number, frame))
+        held.let()
+    signal.raise_signal(signal.SIGCHLD)
+    assert len(HEARD) == 1
+
+
 def test_an_end_says_nothing() -> None:
     held = HeldChildSignal()
     held.hold()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import enum
 import functools
+import gzip
 import io
 import itertools
 import mmap
@@ -50,6 +51,15 @@ NAMES = (
     np,
 )
 """The texts below use them."""
+GZ = ""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compressed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    global GZ
+    GZ = str(tmp_path_factory.mktemp("compressed") / "noise.gz")
+    with gzip.open(GZ, "wb") as file:
+        file.write(random.Random(0).randbytes(200_000))
 
 
 class Meter:
@@ -70,6 +80,28 @@ class Slots:
 @dataclass(slots=True)
 class Record:
     best: float = 1.0
+
+
+class Raw(io.RawIOBase):
+    """Whose methods run nothing in a look."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        buffer[:1] = b"a"
+        return 1
+
+    def seekable(self) -> bool:
+        raise AssertionError
+
+    tell = fileno = seekable  # type: ignore[assignment]
+
+
+class OwnDatabase(sqlite3.Connection):
+    @property
+    def total_changes(self) -> int:
+        raise AssertionError
 
 
 class Proxy:
@@ -236,10 +268,10 @@ FOUND = {
     "the order of what was used last": ("x = OrderedDict(a=1, b=2)", "x.move_to_end('a')", ["x"]),
     "where it is in a file": ("x = [io.BytesIO(b'ab'), io.StringIO('ab')]", "for f in x: f.read(1)", ["x"]),
     "what a file holds": ("x = [io.BytesIO(b'ab')]", "x[0].getbuffer()[0] = 1", ["x"]),
-    "where it is in a file that is read": ("x = [open('/etc/services', 'rb')]", "for f in x: f.read(100)", ["x"]),
-    "and of a text": ("x = [open('/etc/services')]", "for f in x: f.read(100)", ["x"]),
-    "within the lines of one": ("x = [open('/etc/services')]", "for f in x: next(f)", ["x"]),
-    "an unbuffered one": ("x = [open('/etc/services', 'rb', buffering=0)]", "for f in x: f.read(100)", ["x"]),
+    "where it is in a file that is read": ("x = [open(__file__, 'rb')]", "for f in x: f.read(9000)", ["x"]),
+    "and of a text": ("x = [open(__file__)]", "for f in x: f.read(9000)", ["x"]),
+    "within the lines of one": ("x = [open(__file__)]", "for f in x: [next(f) for _ in range(200)]", ["x"]),
+    "an unbuffered one": ("x = [open(__file__, 'rb', buffering=0)]", "for f in x: f.read(9000)", ["x"]),
     "a database": (
         "x = [sqlite3.connect(':memory:')]\nx[0].execute('create table t(a)')",
         "for d in x: d.execute('insert into t values (1)')",
@@ -248,6 +280,16 @@ FOUND = {
     "another process": (
         "x = [subprocess.Popen(['sh', '-c', 'read a; read b'], stdin=-1, bufsize=0)]",
         "for p in x: rest(p); p.stdin.write(b'1'); rest(p)",
+        ["x"],
+    ),
+    "a database of a class of its own": (
+        "x = [sqlite3.connect(':memory:', factory=OwnDatabase)]\nx[0].execute('create table t(a)')",
+        "for d in x: d.execute('insert into t values (1)')",
+        ["x"],
+    ),
+    "a compressed file": (
+        "x = [gzip.open(GZ), gzip.open(GZ, 'rt', encoding='latin')]",
+        "for f in x: f.read(90000)",
         ["x"],
     ),
     "a Sobol sequence": ("x = [torch.quasirandom.SobolEngine(2)]", "for s in x: s.draw(1)", ["x"]),
@@ -278,12 +320,21 @@ NOT_FOUND = {
         "x = [os.fdopen(end, mode) for end, mode in zip(os.pipe(), 'rw')]",
         "print('a', file=x[1], flush=True); x[0].readline()",
     ),
-    "a file that is closed": ("x = [open('/etc/services')]; x[0].close()", "pass"),
+    "a file that is closed": ("x = [open(__file__)]; x[0].close()", "pass"),
     "a text in no file": (
         "x = [io.TextIOWrapper(io.BytesIO(b'a')), io.TextIOWrapper(io.BytesIO(b'a'))]; x[0].detach()",
         "pass",
     ),
     "a database that is closed": ("x = [sqlite3.connect(':memory:')]; x[0].close()", "pass"),
+    "one of the user's own": ("x = [io.BufferedReader(Raw())]", "x[0].read(1)"),
+    "modules that are in one another twice": (
+        "x = torch.nn.ReLU()\nfor _ in range(30): x = torch.nn.Sequential(x, x)",
+        "pass",
+    ),
+    "a process that nobody writes to": (
+        "x = [subprocess.Popen(['sh', '-c', 'while sleep 0.001; do :; done'])]",
+        "time.sleep(0.1); x[0].kill()",
+    ),
     "a process that is no more": ("x = [subprocess.Popen(['true'])]; x[0].wait()", "pass"),
     "a module without tensors": ("x = {'t': torch.nn.Dropout()}", "x['t'] = torch.nn.Dropout()"),
     "tensors that can't be looked at": (

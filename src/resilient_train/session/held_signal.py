@@ -8,44 +8,51 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 
 class HeldChildSignal:
     """Of one process. What is no function (``SIG_DFL``) is not held."""
 
     def __init__(self) -> None:
-        self._holds = self._came = False
-        self._handler: Callable[[int, FrameType | None], Any] | None = None
+        self._held: _Held | None = None
 
     def hold(self) -> None:
         """From now on the handler does not run; idempotent."""
         handler = signal.getsignal(signal.SIGCHLD)
-        if self._holds or not callable(handler) or threading.current_thread() is not threading.main_thread():
-            return
-        self._holds = True
-        if handler != self._heard:
-            self._handler = handler
-            signal.signal(signal.SIGCHLD, self._heard)
+        if self._held is None and callable(handler) and threading.current_thread() is threading.main_thread():
+            self._held = _Held(handler)
+            signal.signal(signal.SIGCHLD, self._held)
 
     def let(self) -> None:
         """It runs again, and now if it would have run since; it may raise."""
-        came = self._came
+        came = self._held is not None and self._held.came
         self.end()
         if came:
             signal.raise_signal(signal.SIGCHLD)
 
     def end(self) -> None:
         """It runs again, when next a signal comes; idempotent."""
-        if self._holds and signal.getsignal(signal.SIGCHLD) == self._heard:
-            signal.signal(signal.SIGCHLD, self._handler)
-        self._holds = self._came = False
+        held, self._held = self._held, None
+        if held is not None:
+            held.end()
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        """Another handler may have been set around this one: then this stands for the former one."""
-        if self._holds:
-            self._came = True
-        elif self._handler is not None:
-            self._handler(number, frame)
+
+class _Held:
+    """In the handler's place. Another one may have been set around this: then it stands for the handler for good."""
+
+    def __init__(self, handler: signal._HANDLER) -> None:
+        self.handler = handler
+        self.came = self.over = False
+
+    def end(self) -> None:
+        self.over = True
+        current: object = signal.getsignal(signal.SIGCHLD)
+        if current is self:
+            signal.signal(signal.SIGCHLD, self.handler)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.over:
+            self.came = True
+        elif callable(self.handler):
+            self.handler(number, frame)

@@ -49,7 +49,9 @@ class _Reading:
 
     def come_to(self, *nodes: ast.AST | None) -> None:
         for node in nodes:
-            if node is not None and not isinstance(node, SCOPES):
+            if isinstance(node, ast.Lambda):
+                self._perhaps(node.args, node.body)
+            elif node is not None and not isinstance(node, SCOPES):
                 self._come_to(node)
 
     def _come_to(self, node: ast.AST) -> None:
@@ -76,6 +78,8 @@ class _Reading:
                 self._perhaps(*node.orelse)
             case ast.Try() | ast.TryStar() | ast.Match() | ast.IfExp() | ast.BoolOp():
                 self._perhaps(*ast.iter_child_nodes(node))
+            case ast.arg():
+                self._written.add(node.arg)
             case _:
                 self._come_to_parts(node)
 

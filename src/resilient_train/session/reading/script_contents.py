@@ -70,23 +70,43 @@ _DICTS = (dict, OrderedDict)
 _CONTAINERS = (*_DICTS, *_SETS, list, tuple, deque)
 _PLAIN_OBJECTS = (SimpleNamespace, argparse.Namespace, UserDict, WeakKeyDictionary, WeakValueDictionary, Event)
 _FILE_SYSTEMS_OF_NUMBERS = ("/proc/", "/sys/")
+_COMPRESSED = {("gzip", "GzipFile"): "fileobj", ("bz2", "BZ2File"): "_fp", ("lzma", "LZMAFile"): "_fp"}
 
 
 def _position(file: Any) -> Hashable:
-    """Of one that is only read: a training may go through it. In those of the kernel's, nothing is far from a begin."""
-    with contextlib.suppress(ValueError, AttributeError):  # it is closed, detached, or reads from no file
-        if file.writable() or not file.seekable() or str(file.name).startswith(_FILE_SYSTEMS_OF_NUMBERS):
+    """Of one that is only read: a training may go through it. In those of the kernel's, nothing is far from a begin.
+
+    It is the kernel's position, so one may read a buffer's length on and not be seen. To ask the buffer (``tell``) is
+    not harmless: while another thread reads, it takes that one's bytes for read twice.
+    """
+    if type(file) is io.TextIOWrapper:
+        try:
+            file = file.buffer
+        except (ValueError, AttributeError):  # it is detached
             return None
-        with contextlib.suppress(OSError):
-            return int(file.tell())
-        return int(file.buffer.tell())  # of a text, within ``for line in file``
-    return None
+    kind = type(file)
+    if (within := _COMPRESSED.get((str(_MODULE.__get__(kind)), str(_NAME.__get__(kind))))) is not None:
+        file = attributes_of(file).get(within)
+    if type(file) is io.BufferedReader:
+        file = file.raw
+    if type(file) is not io.FileIO or file.closed or file.writable():
+        return None
+    name = attributes_of(file).get("name")
+    if type(name) is str and name.startswith(_FILE_SYSTEMS_OF_NUMBERS):
+        return None
+    try:
+        return os.lseek(file.fileno(), 0, os.SEEK_CUR)
+    except (OSError, ValueError):
+        return None
 
 
 def _rows_changed(database: Any) -> Hashable:
-    with contextlib.suppress(Exception):  # it is closed; the module need not be there
-        return int(database.total_changes)
-    return None
+    """By the module's own attribute: a class of the user's may have another one of that name."""
+    own = next(names["total_changes"] for names in reversed([*held_by(type(database))]) if "total_changes" in names)
+    try:
+        return int(own.__get__(database))
+    except Exception:  # it is closed, and its errors are of a module that need not be imported
+        return None
 
 
 def _wakes(pid: Any) -> Hashable:
@@ -96,6 +116,11 @@ def _wakes(pid: Any) -> Hashable:
             return next((line for line in status if line.startswith(b"voluntary")), None)
     except OSError:
         return None
+
+
+def _is_told_things(process: Any) -> bool:
+    """Others (a board, a monitor) do not depend on the training."""
+    return attributes_of(process).get("stdin") is not None
 
 
 def _of_library(key: str) -> Callable[[Any], Hashable]:
@@ -118,11 +143,12 @@ _MOVES: tuple[tuple[type, Callable[[Any], Hashable]], ...] = (
 _OTHERS_MOVE: dict[tuple[str, str], Callable[[Any], Hashable]] = {
     ("sqlite3", "Connection"): _rows_changed,
     ("multiprocessing.process", "BaseProcess"): lambda each: _wakes(
-        getattr(attributes_of(each).get("_popen"), "pid", None)
+        attributes_of(attributes_of(each).get("_popen")).get("pid")
     ),
-    ("subprocess", "Popen"): lambda each: _wakes(attributes_of(each).get("pid")),
+    ("subprocess", "Popen"): lambda each: _wakes(attributes_of(each).get("pid" if _is_told_things(each) else "")),
     ("torch.quasirandom", "SobolEngine"): _of_library("num_generated"),
     ("scipy.stats._qmc", "QMCEngine"): _of_library("num_generated"),
+    **dict.fromkeys(_COMPRESSED, _position),
 }
 """By module and class, since importing them takes time: also of classes made of them."""
 _TENSORS = ("_parameters", "_buffers")
@@ -518,11 +544,17 @@ class _Itself:
 
 def _has_tensors(module: Any) -> bool:
     """Whether it is one of torch's modules that has a parameter or a buffer, or whose modules have."""
-    own = attributes_of(module)
-    if type(own.get(MODULES)) is not dict:
-        return False
-    tensors = (each for names in map(own.get, _TENSORS) if type(names) is dict for each in names.values())
-    return any(each is not None for each in tensors) or any(map(_has_tensors, [*own[MODULES].values()]))
+    todo, seen = [module], set[int]()
+    while todo:
+        own = attributes_of(each := todo.pop())
+        if id(each) in seen or type(own.get(MODULES)) is not dict:
+            continue
+        seen.add(id(each))
+        tensors = (one for names in map(own.get, _TENSORS) if type(names) is dict for one in [*names.values()])
+        if any(one is not None for one in tensors):
+            return True
+        todo += own[MODULES].values()
+    return False
 
 
 def _scalar_form(value: Any, kind: _Kind) -> Hashable:

@@ -29,7 +29,7 @@ from resilient_train.session.step import Steps
 
 _TEXT_MAX = 300_000
 UNKNOWN: Any = object()
-_DRAWS = ("Random", "Generator", "RandomState", "Queue", "SimpleQueue")
+_DRAWS = ("Random", "Generator", "RandomState", "Queue", "SimpleQueue", "Connection")
 _OF_DRAWS = ("random", "numpy", "torch", "queue", "_queue", "multiprocessing", "asyncio", "_random")
 """Python's, NumPy's and torch's own: a user's ``Generator`` makes images."""
 _FILES = io.IOBase.__mro__[1]

@@ -32,6 +32,8 @@ from resilient_train.session.reading import script_contents
 from resilient_train.session.reading.scope import LOOP
 from resilient_train.session.reading.script_contents import changed, contents_of
 
+pytestmark = pytest.mark.usefixtures("as_in_a_fork")  # a look ends after a second, the collector's work counted
+
 NAMES = (
     array,
     functools,

@@ -21,6 +21,11 @@ from resilient_train.session.stop_delivery import StopDelivery
 KILLED = "DataLoader worker (pid 4711) is killed by signal: Killed. "
 
 
+class Wordless(Exception):  # noqa: N818 - the user's
+    def __str__(self) -> str:
+        raise AssertionError
+
+
 def caught(raise_it: object) -> BaseException:
     try:
         raise_it()  # type: ignore[operator]
@@ -73,6 +78,7 @@ def test_the_iterator_of_torch_finds_them_so() -> None:
         RuntimeError("Caught ValueError in DataLoader worker process 0."),
         RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 1. Details are lost"),
         RuntimeError("my own program is killed by signal: 9"),
+        Wordless(),
     ],
 )
 def test_the_scripts_own(error: BaseException | None) -> None:

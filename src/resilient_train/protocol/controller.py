@@ -203,7 +203,9 @@ class Controller:
         return self._fault(Fault(Kind.OWN, reason, rank, reason, code))
 
     def strayed(self, rank: int, incarnation: int, text: str) -> list[Command]:
-        """The process that takes the rank's place does not make its collectives. Another would not either."""
+        """The process that takes the rank's place does not do before its loop what the first one did. Another would not
+        either.
+        """
         if not self.job.current(rank, incarnation) or self.job.stage is not Stage.RECOVERING:
             return []
         return self._ends(rank, 2, text)

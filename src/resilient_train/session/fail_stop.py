@@ -41,9 +41,8 @@ def lost_worker(error: BaseException | None) -> str:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        said = str(error)
-        if isinstance(error, RuntimeError) and said.startswith("DataLoader worker") and _KILLED in said:
-            return said.strip()
+        if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker") and _KILLED in str(error):
+            return str(error).strip()
         if pids := _killed(error):
             return f"DataLoader worker (pid {', '.join(map(str, pids))}) {_KILLED}"
         error = error.__cause__ or error.__context__

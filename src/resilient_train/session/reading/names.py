@@ -50,6 +50,7 @@ class _Reading:
     def come_to(self, *nodes: ast.AST | None) -> None:
         for node in nodes:
             if isinstance(node, ast.Lambda):
+                self.come_to(*node.args.defaults, *node.args.kw_defaults)
                 self._perhaps(node.args, node.body)
             elif node is not None and not isinstance(node, SCOPES):
                 self._come_to(node)
@@ -63,6 +64,7 @@ class _Reading:
             case ast.AugAssign():
                 self.come_to(node.value)
                 self._reads(name_of(node.target))
+                self.come_to(*ast.iter_child_nodes(node.target))
             case ast.For() | ast.AsyncFor():
                 self.come_to(node.iter, node.target)
                 self._perhaps(*node.body, *node.orelse)

@@ -69,6 +69,13 @@ _SETS = (set, frozenset)
 _DICTS = (dict, OrderedDict)
 _CONTAINERS = (*_DICTS, *_SETS, list, tuple, deque)
 _PLAIN_OBJECTS = (SimpleNamespace, argparse.Namespace, UserDict, WeakKeyDictionary, WeakValueDictionary, Event)
+
+
+def _place_of(kind: type) -> tuple[str, str]:
+    """Its module, and its name there, whatever a metaclass says."""
+    return str(_MODULE.__get__(kind)), str(_NAME.__get__(kind))
+
+
 _FILE_SYSTEMS_OF_NUMBERS = ("/proc/", "/sys/")
 _COMPRESSED = {("gzip", "GzipFile"): "fileobj", ("bz2", "BZ2File"): "_fp", ("lzma", "LZMAFile"): "_fp"}
 
@@ -84,8 +91,7 @@ def _position(file: Any) -> Hashable:
             file = file.buffer
         except (ValueError, AttributeError):  # it is detached
             return None
-    kind = type(file)
-    if (within := _COMPRESSED.get((str(_MODULE.__get__(kind)), str(_NAME.__get__(kind))))) is not None:
+    if (within := _COMPRESSED.get(_place_of(type(file)))) is not None:
         file = attributes_of(file).get(within)
     if type(file) is io.BufferedReader:
         file = file.raw
@@ -109,18 +115,21 @@ def _rows_changed(database: Any) -> Hashable:
         return None
 
 
-def _wakes(pid: Any) -> Hashable:
-    """How often another process has waited for something, and gone on. None: there is no such process."""
+def _wakes(started: Any) -> Hashable:
+    """How often the process that it has started has waited for something, and gone on. None: it runs no more."""
+    own = attributes_of(started)
+    if own.get("returncode") is not None:  # another process may have its number
+        return None
     try:
-        with open(f"/proc/{pid}/status", "rb") as status:  # noqa: PTH123 - in each look
+        with open(f"/proc/{own.get('pid')}/status", "rb") as status:  # noqa: PTH123 - in each look
             return next((line for line in status if line.startswith(b"voluntary")), None)
     except OSError:
         return None
 
 
-def _is_told_things(process: Any) -> bool:
+def _wakes_if_written_to(started: Any) -> Hashable:
     """Others (a board, a monitor) do not depend on the training."""
-    return attributes_of(process).get("stdin") is not None
+    return _wakes(started) if attributes_of(started).get("stdin") is not None else None
 
 
 def _of_library(key: str) -> Callable[[Any], Hashable]:
@@ -142,10 +151,8 @@ _MOVES: tuple[tuple[type, Callable[[Any], Hashable]], ...] = (
 )
 _OTHERS_MOVE: dict[tuple[str, str], Callable[[Any], Hashable]] = {
     ("sqlite3", "Connection"): _rows_changed,
-    ("multiprocessing.process", "BaseProcess"): lambda each: _wakes(
-        attributes_of(attributes_of(each).get("_popen")).get("pid")
-    ),
-    ("subprocess", "Popen"): lambda each: _wakes(attributes_of(each).get("pid" if _is_told_things(each) else "")),
+    ("multiprocessing.process", "BaseProcess"): lambda each: _wakes(attributes_of(each).get("_popen")),
+    ("subprocess", "Popen"): _wakes_if_written_to,
     ("torch.quasirandom", "SobolEngine"): _of_library("num_generated"),
     ("scipy.stats._qmc", "QMCEngine"): _of_library("num_generated"),
     **dict.fromkeys(_COMPRESSED, _position),
@@ -154,6 +161,7 @@ _OTHERS_MOVE: dict[tuple[str, str], Callable[[Any], Hashable]] = {
 _TENSORS = ("_parameters", "_buffers")
 _OTHERWISE = (*_TENSORS, MODULES, "training")
 """Of a torch module, what is looked at otherwise, or by others."""
+_MODULE_OF_TORCH = ("torch.nn.modules.module", "Module")
 _OF_TENSORS = ("Tensor", "Parameter", "Buffer")
 _OF_OPTIMIZERS = ("param_groups", "state")
 _NOT_STATE = (*FUNCTIONS, *PROPERTIES, staticmethod, classmethod, MemberDescriptorType)
@@ -312,6 +320,8 @@ class _Kind(NamedTuple):
     """The container of Python's that it is; None: it is none."""
     is_tensor: bool
     """One of torch's own classes."""
+    is_module: bool
+    """It is made of torch's."""
     is_array: bool
     is_numpys_scalar: bool
     is_generator: bool
@@ -334,7 +344,7 @@ def _kind(kind: type) -> _Kind:
 
 
 def _kind_of(kind: type) -> _Kind:
-    order, module, name = _ORDER.__get__(kind), str(_MODULE.__get__(kind)), _NAME.__get__(kind)
+    order, (module, name) = _ORDER.__get__(kind), _place_of(kind)
     found = sys.modules.get(module)
     users = _is_users(found) if type(found) is ModuleType else _is_users_class(kind)
     scalar = next((each for each in order if _is_one_of(each, _SCALARS)), None)
@@ -344,6 +354,7 @@ def _kind_of(kind: type) -> _Kind:
         is_enum=any(each is enum.Enum for each in order),
         base=next((each for each in order if _is_one_of(each, _CONTAINERS)), None),
         is_tensor=module in ("torch", "torch.nn.parameter") and name in _OF_TENSORS,
+        is_module=_MODULE_OF_TORCH in map(_place_of, order),
         is_array=kind is np.ndarray,
         is_numpys_scalar=any(each is np.generic for each in order) and not users,
         is_generator=module == "torch._C" and name == "Generator",
@@ -356,8 +367,7 @@ def _kind_of(kind: type) -> _Kind:
 def _moves(order: Sequence[type]) -> Callable[[Any], Hashable] | None:
     if (own := next((ask for each, ask in _MOVES if each is order[0]), None)) is not None:
         return own
-    named = ((str(_MODULE.__get__(each)), str(_NAME.__get__(each))) for each in order)
-    return next((_OTHERS_MOVE[each] for each in named if each in _OTHERS_MOVE), None)
+    return next((_OTHERS_MOVE[each] for each in map(_place_of, order) if each in _OTHERS_MOVE), None)
 
 
 def _is_one_of(kind: type, kinds: Iterable[type]) -> bool:
@@ -518,12 +528,12 @@ def _value_form(value: Any, kind: _Kind) -> Hashable:
     if kind.is_generator:
         return hash(value.get_state().numpy().tobytes())
     if is_class(value):
-        return str(_MODULE.__get__(value)), str(_NAME.__get__(value))
+        return _place_of(value)
     if kind.of is FunctionType or kind.of is MethodType:  # which one of several that take turns
         return name, value.__code__.co_filename, value.__code__.co_firstlineno
     if kind.of is BuiltinFunctionType:
         return name, value.__qualname__
-    if _has_tensors(value):
+    if kind.is_module and _has_tensors(value):
         return name, _Itself(ref(value))
     return name, "" if kind.moves is None else kind.moves(value)
 
@@ -543,7 +553,7 @@ class _Itself:
 
 
 def _has_tensors(module: Any) -> bool:
-    """Whether it is one of torch's modules that has a parameter or a buffer, or whose modules have."""
+    """Whether it has a parameter or a buffer, or a module in it has."""
     todo, seen = [module], set[int]()
     while todo:
         own = attributes_of(each := todo.pop())

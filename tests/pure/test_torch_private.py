@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,22 @@ def test_torchruns_flags_are_read_without_asking_cuda(
     assert isinstance(job, JobSpec)
     assert job.world_size == ranks
     assert torch.cuda.is_available is torch.accelerator.is_available is is_available
+
+
+def test_reading_torchruns_flags_leaves_no_directory_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun makes one under /tmp for its logs: after thousands of jobs, thousands of them."""
+    from resilient_train.launch.cli.run import make_job
+
+    for_temporaries = tmp_path / "tmp"
+    for_temporaries.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(for_temporaries))
+    script = tmp_path / "train.py"
+    script.touch()
+    for flags in (("--tee", "3", "--log-dir", str(tmp_path / "logs")), ("-r", "3"), ("--standalone",)):
+        job = make_job([*flags, "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), str(script)])
+        assert isinstance(job, JobSpec)
+        assert job.log_dir == tmp_path / ("logs" if "--log-dir" in flags else "run/logs")
+    assert not [*for_temporaries.iterdir()]
 
 
 def test_who_counts_devices_says_what_is_wrong() -> None:

@@ -860,9 +860,9 @@ class Between(Protocol):
 class Gradients(Protocol):
     """What the loop computes of its gradients and its loss.
 
-    Called by ``session/driver.py`` for the anomaly check (``TRE``), and only where that is on; whatever is on, by
-    ``replica_comparison.py`` (``averages``), ``computed_twice.py`` (``digest``) and ``bodies_without_update.py``
-    (``without_optimizer``).
+    Called by ``anomaly_reports.py`` and ``session/driver.py`` for the anomaly check (``TRE``), and only where that is
+    on; whatever is on, by ``replica_comparison.py`` (``averages``), ``computed_twice.py`` (``digest``) and
+    ``bodies_without_update.py`` (``without_optimizer``).
     """
 
     def without_optimizer(self) -> list[str]:

@@ -55,7 +55,7 @@ class TorchDrill:
         victims = {"optimizer": moments, "buffer": buffers, "gradient": [middle.grad], "param": [middle.data]}
         found = [tensor for tensor in victims.get(target, []) if tensor is not None]
         # An activation belongs to nobody that the Session knows; so does what this step does not have (a gradient).
-        self._device.poison(found[0] if found else torch.zeros(64))
+        self._device.poison(found[0] if found else torch.zeros(64, device="cpu"))
         raise RuntimeError(f"UCE ERROR (injected: {target}), error code is 507053")
 
     def flip(self, target: str, index: int, mask: int) -> dict[str, object]:
@@ -202,7 +202,8 @@ def _invert(tensor: torch.Tensor, index: int, mask: int) -> dict[str, object]:
     bits = 8 * tensor.element_size()
     if mask >> bits:
         raise ConfigError(f"fault plan: flip mask={mask:#x}: an element of {tensor.dtype} has {bits} bits only")
-    place = tensor.data[tuple(int(each) for each in torch.unravel_index(torch.tensor(index), tensor.shape))]
+    where = torch.unravel_index(torch.tensor(index, device="cpu"), tensor.shape)
+    place = tensor.data[tuple(map(int, where))]
     was = place.item()
     signed = mask - (1 << bits) if bits > 8 and mask >> (bits - 1) else mask
     place.view(_WORDS[bits]).bitwise_xor_(signed)

@@ -502,7 +502,8 @@ class TorchState:
             there = mine if fits else _beside_parameter(path, slot, numbered)
             if there is None and slot.strides:
                 there = laid_out(slot)
-            host = torch.empty(slot.shape if there is None else local(there).shape, dtype=dtype_of(slot.dtype))
+            shape = slot.shape if there is None else local(there).shape
+            host = torch.empty(shape, dtype=dtype_of(slot.dtype), device="cpu")
             _native.prefer_huge_pages(*span_of(host))
             if there is None:
                 landing.append((path, host, host))
@@ -695,7 +696,4 @@ def _beside_parameter(path: Path, slot: Slot, numbered: _Numbered) -> torch.Tens
     # As `Optimizer.load_state_dict` has it: step counts keep to the CPU, unless a kernel of the device reads them.
     if on_host(parameter) or (path[3] == "step" and not (group.get("fused") or group.get("capturable"))):
         return None
-    held = local(parameter)
-    if slot.strides:
-        return held.new_empty_strided(slot.shape, slot.strides, dtype=dtype_of(slot.dtype))
-    return held.new_empty(slot.shape, dtype=dtype_of(slot.dtype))
+    return laid_out(slot, parameter.device)

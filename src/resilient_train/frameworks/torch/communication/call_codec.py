@@ -100,9 +100,9 @@ def _decode(value: Any) -> Any:
         return value
     ((tag, body),) = value.items()
     if tag == "T":
-        return torch.zeros(body[1], dtype=dtype_of(body[0]))
+        return torch.zeros(body[1], dtype=dtype_of(body[0]), device="cpu")
     if tag == "S":
-        return torch.empty_strided(body[1], body[2], dtype=dtype_of(body[0])).zero_()
+        return torch.empty_strided(body[1], body[2], dtype=dtype_of(body[0]), device="cpu").zero_()
     name, fields = body
     options = OPTIONS[name]()
     for field, content in fields.items():

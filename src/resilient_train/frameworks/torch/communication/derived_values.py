@@ -300,7 +300,7 @@ class DerivedValues(TorchDispatchMode):
         if (is_number or form.sizes_by_value) and is_ours(_TORCH):
             return result
         if is_number:
-            return self._read(torch.tensor(result, dtype=_DTYPES[type(result)]), origin.may).item()
+            return self._read(torch.tensor(result, dtype=_DTYPES[type(result)], device="cpu"), origin.may).item()
         if form.sizes_by_value:
             result = self._of_the_same_sizes(result, origin)
         if (new := self._new(origin, [result, written])) and not is_ours(_TORCH):
@@ -370,7 +370,7 @@ class DerivedValues(TorchDispatchMode):
     def _of_the_same_sizes(self, result: Any, origin: _Origin) -> Any:
         """How many elements there are depends on values, and a script can see it."""
         tensors: list[torch.Tensor] = [result] if isinstance(result, torch.Tensor) else list(result)
-        mine = torch.tensor([size for each in tensors for size in each.shape])
+        mine = torch.tensor([size for each in tensors for size in each.shape], device="cpu")
         at_first = self._read(mine, origin.may).tolist()
         if at_first == mine.tolist():
             return result

@@ -466,7 +466,7 @@ class _Later:
         if may and not self._has_others:
             return value  # a standby is a rank since a moment ago, and has the weights that its predecessor had
         entry = self._next(LARGE_RESULTS, header_of(_READ, [value]), line())
-        made = torch.empty(value.shape, dtype=value.dtype)
+        made = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         fill_all([made], entry.result or b"")
         return made
 

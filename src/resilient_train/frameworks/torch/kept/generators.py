@@ -265,7 +265,7 @@ def _torch_span(generator: torch.Generator) -> tuple[int, int] | None:
     look = Glance([(base + place, size)])
     moved = [look.changed()]
     for dtype in (torch.float32, torch.float32, torch.float64, torch.float64):
-        torch.randn(1, generator=sample, dtype=dtype)
+        torch.randn(1, generator=sample, dtype=dtype, device="cpu")
         moved.append(look.changed())
     return (_torch_address(generator) + place, size) if all(moved) and not look.changed() else None
 

@@ -55,11 +55,11 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride()) if are_kept(tensor.stride(), tensor.shape) else ()
 
 
-def laid_out(slot: Slot) -> torch.Tensor:
-    """New memory of the host for what the slot tells of."""
+def laid_out(slot: Slot, device: torch.device | str = "cpu") -> torch.Tensor:
+    """New memory for what the slot tells of."""
     if slot.strides:
-        return torch.empty_strided(slot.shape, slot.strides, dtype=dtype_of(slot.dtype))
-    return torch.empty(slot.shape, dtype=dtype_of(slot.dtype))
+        return torch.empty_strided(slot.shape, slot.strides, dtype=dtype_of(slot.dtype), device=device)
+    return torch.empty(slot.shape, dtype=dtype_of(slot.dtype), device=device)
 
 
 def dtype_of(name: str) -> torch.dtype:

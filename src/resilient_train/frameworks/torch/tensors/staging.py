@@ -76,7 +76,7 @@ def _wait(events: _Events) -> None:
 
 
 def _pinned(size_bytes: int) -> torch.Tensor:
-    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class Staging:

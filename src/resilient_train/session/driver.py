@@ -36,7 +36,6 @@ from resilient_train.faults import parse_plan
 from resilient_train.frameworks import set_up_recall
 from resilient_train.frameworks.roles import Engine, Objects, StateMark, WrittenEarly, WrittenInTail
 from resilient_train.frameworks.set_up_recall import HOW_TO_KEEP
-from resilient_train.observe import thresholds
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
@@ -44,7 +43,8 @@ from resilient_train.protocol.progress import Activity
 from resilient_train.session.agent_link import Link, leave
 from resilient_train.session.bodies_without_update import BodiesWithoutUpdate
 from resilient_train.session.collective_report import CollectiveReport
-from resilient_train.session.comparisons.anomalies import Anomalies, AnomalyLimits, FoundAnomaly, What
+from resilient_train.session.comparisons.anomalies import AnomalyLimits
+from resilient_train.session.comparisons.anomaly_reports import AnomalyReports
 from resilient_train.session.comparisons.computed_twice import Compared, Verification
 from resilient_train.session.comparisons.nan_watch import NanWatch
 from resilient_train.session.comparisons.neighbour_inputs import NeighbourInputs
@@ -162,7 +162,7 @@ class Driver:
             link, state, window, self._publication, agent.run_dir, groups, notices.event, self._comparison
         )
         self._without_update = BodiesWithoutUpdate(window, engine.gradients, notices.event, tells=notices.is_speaker)
-        self._anomalies = self._anomaly_check(limits, skips=skips, looks=switches.tre > 0)
+        self._anomalies = self._anomaly_reports(limits, skips=skips, wanted=switches.tre > 0)
         self._nan = NanWatch(link, engine.state, goes_back=self._anomalies is not None)
         self._clock = ComputeClock(engine.collectives.waited_ns, self._peers.add_computed)
         plan, who = parse_plan(settings.faults), (agent.rank, agent.incarnation)
@@ -207,16 +207,14 @@ class Driver:
             neighbours=neighbours,
         )
 
-    def _anomaly_check(self, limits: AnomalyLimits, *, skips: bool, looks: bool) -> Anomalies | None:
-        """``looks``: ``TRE`` is on. A new process does not know what was usual. It may make others run a step again,
-        and nothing else: with ``skips`` what it does not see would be an update that an undisturbed run leaves out.
-        """
-        if not looks:
-            if limits.given or skips:
-                what = "a threshold for the norm or the loss" if limits.given else "on_anomaly='skip'"
-                self._notices.say(f"{what} has no effect: MS_ENABLE_TFT has no TRE:1")
-            return None
-        return Anomalies(limits, self._notices.say, scaled=self._engine.gradients.scales(), spikes=not skips)
+    def _anomaly_reports(self, limits: AnomalyLimits, *, skips: bool, wanted: bool) -> AnomalyReports | None:
+        """``wanted``: ``TRE`` is on."""
+        if wanted:
+            return AnomalyReports(self._link, self._rank, self._engine.gradients, self._notices, limits, skips=skips)
+        if limits.given or skips:
+            what = "a threshold for the norm or the loss" if limits.given else "on_anomaly='skip'"
+            self._notices.say(f"{what} has no effect: MS_ENABLE_TFT has no TRE:1")
+        return None
 
     # -- what the user's code does
 
@@ -338,7 +336,7 @@ class Driver:
         self._pulse.open()
         self._engine.window.attach(self)
         if self._anomalies is not None:
-            self._engine.gradients.watch(self._norm_clipped)
+            self._anomalies.watch()
         self._engine.collectives.attach(self, self._peers)
         self._engine.device.watch(self._peers.alarm_by)
         self._stop_delivery.start()
@@ -433,25 +431,19 @@ class Driver:
         """Why the body has ended. A step is run once more for an error that asks for it; the next one is the script's.
         Behind the update all go back, if they do, when the script has been left by the error.
         """
-        anomalies, rank = self._anomalies, self._rank
-        event = self._explainer.exit(error, rank.standing, rank.generation, redoes=anomalies is not None)
+        event = self._explainer.exit(
+            error, self._rank.standing, self._rank.generation, redoes=self._anomalies is not None
+        )
         if event.how == "error":
             self._tell_late(error)
         if event.how != "anomalous":
             return event
-        assert anomalies is not None
-        found = anomalies.raised(event.text)
-        if rank.number not in rank.tolerated:
-            return event
-        self._link.channel.send(self._anomaly_frame(rank.number, found, again=True))
-        return on.Exit("error", event.text)
+        assert self._anomalies is not None
+        return self._anomalies.asked_for(event)
 
     def _tell_late(self, error: BaseException) -> None:
-        """What behind an update asks for its step once more is an anomaly that is noticed later."""
-        if self._anomalies is not None and self._rank.behind_update and asks_for_redo(error):
-            step = self._rank.number - 1
-            found = self._anomalies.raised(f"{type(error).__name__}: {error}")
-            self._link.channel.send(m.Late(step, seen=self._anomaly_frame(step, found)))
+        if self._anomalies is not None and asks_for_redo(error):
+            self._anomalies.asked_late(error)
 
     def close(self, error: BaseException | None) -> None:
         """Leaves: after all ranks have come to their end, or for an exception, when what this rank holds is saved.
@@ -510,32 +502,8 @@ class Driver:
 
     def check(self, loss: Any, norm: Any) -> None:
         """See ``Session.check``."""
-        anomalies, rank = self._anomalies, self._rank
-        if anomalies is None:
-            return
-        if not (rank.redoable or rank.behind_update):
-            raise UsageError(
-                "session.check() was called outside the body of a step and not behind its update either (in front of a "
-                "body, between two optimizers, behind the loop): call it in the body, before optimizer.step()"
-            )
-        if norm is True:
-            norm = self._engine.gradients.norm()
-        given: tuple[tuple[What, Any], ...] = (("loss", loss), ("norm", norm))
-        for what, value in given:
-            if value is None:
-                continue
-            kept = self._engine.gradients.kept(value)
-            if rank.redoable:
-                anomalies.add(what, kept)
-            else:
-                self._check_behind(anomalies, what, kept)
-
-    def _check_behind(self, anomalies: Anomalies, what: What, value: Any) -> None:
-        """A value of the update that was applied last. Of one that was left out there is nothing to go back for."""
-        rank, step = self._rank, self._rank.number - 1
-        found = None if rank.skips and step in rank.tolerated else anomalies.behind(what, value, rank.commits)
-        if found is not None:
-            self._link.channel.send(m.Late(step, seen=self._anomaly_frame(step, found)))
+        if self._anomalies is not None:
+            self._anomalies.check(loss, norm)
 
     def anomaly(self, step: int, reason: str) -> None:
         """See ``Session.anomaly``."""
@@ -548,13 +516,6 @@ class Driver:
         self._link.channel.send(m.Late(step, short(reason)))
 
     # -- what the engine reports
-
-    def _norm_clipped(self, norm: Any) -> None:
-        assert self._anomalies is not None
-        if self._rank.redoable:
-            self._anomalies.add("norm", norm)
-        elif self._rank.updating:
-            self._anomalies.late()
 
     def _falsify(self, what: Any, value: float) -> None:
         """A fault on request."""
@@ -732,17 +693,7 @@ class Driver:
 
     def _send_anomaly(self, effect: do.SendAnomaly) -> None:
         assert self._anomalies is not None
-        found, number = self._anomalies.found, self._rank.number
-        if found.what != "raised":
-            told = f"the {found.what} of step {number} is {found.value:g}, and the agent has not answered to that"
-            self._error = RuntimeError(told)
-        if not effect.again:
-            self._anomalies.runs_again(number)
-        self._link.channel.send(self._anomaly_frame(number, found, again=effect.again))
-
-    def _anomaly_frame(self, step: int, found: FoundAnomaly, *, again: bool = False) -> m.Anomaly:
-        generation, skips, text = self._rank.generation, self._rank.skips, short(found.text)
-        return m.Anomaly(generation, step, found.what, found.value, found.limit, again, skips, found.usual, text)
+        self._error = self._anomalies.send(again=effect.again) or self._error
 
     def _send_joined(self, effect: do.SendJoined) -> None:
         rank, names = self._rank, self._engine.groups.names()
@@ -907,19 +858,7 @@ class Driver:
     def _committed_and_usual(self, effect: do.Committed) -> None:
         assert self._anomalies is not None
         self._committed(effect)
-        self._anomalies.applied(self._rank.commits)
-        self._write_values(thresholds.EVERY)
-
-    def _write_values(self, at_least: int) -> None:
-        """For ``advise --norm``: losses are each rank's own, norms all have alike, so one writes them. What a lost
-        process has not written yet is missing.
-        """
-        assert self._anomalies is not None
-        if not (values := self._anomalies.take(at_least)):
-            return
-        given = {"norm": values.norms if self._notices.is_speaker else [], "loss": values.losses}
-        if rows := {what: each for what, each in given.items() if any(value is not None for value in each)}:
-            self._notices.event("values", {"first": values.first, **rows})
+        self._anomalies.committed()
 
     def _check_unchanged(self, _: do.CheckUnchanged) -> None:
         try:
@@ -995,17 +934,7 @@ class Driver:
         return batch.hex(), f"{socket.gethostname()} {self._engine.device.name()}"
 
     def _is_anomalous(self) -> bool:
-        """Looks at the values of the window; and tells what has come of one that was run again for an anomaly."""
-        anomalies, number = self._anomalies, self._rank.number
-        if anomalies is None:
-            return False
-        found = anomalies.look()
-        if again := anomalies.redone(number):
-            batch, device = self._inputs()
-            inputs = {"batch": batch, "device": device}
-            self._notices.event("redone", {"what": again.what, "values": again.in_json, "same": again.same, **inputs})
-            self._notices.say_of_rank(again.told(number))
-        return found
+        return self._anomalies is not None and self._anomalies.look(self._inputs)
 
     def _mark_to_compare(self, effect: do.Mark) -> None:
         commits, order = self._rank.commits, self._order
@@ -1014,8 +943,7 @@ class Driver:
 
     def _mark_to_look(self, _: do.Mark, *, whole: bool = False) -> None:
         if self._anomalies is not None:
-            self._anomalies.begin()
-            self._engine.gradients.begin()
+            self._anomalies.window_begins()
         self._engine.window.begin(whole=whole)
 
     def _cross(self, _: do.Cross) -> on.RankEvent:
@@ -1248,7 +1176,7 @@ class Driver:
             return
         self._told_end = True
         if self._anomalies is not None:
-            self._write_values(1)
+            self._anomalies.write(1)
         params, own = self._digests
         detail = {"params_digest": params, "rank_digest": own, "steps": self._rank.number}
         if self._nan.found:

@@ -284,6 +284,42 @@ def test_a_gather_that_was_cut_is_not_waited_for(four_ranks: None) -> None:
     model(torch.ones(3, 6)).sum().backward()
 
 
+def test_a_gather_that_was_cut_in_front_of_the_first_pass_is_made_again(four_ranks: None) -> None:
+    """The module does not know yet whose it is, and does not come to know it where its forward never runs."""
+    model = net(hsdp())
+    model[0].unshard(async_op=True)
+    (group,) = model[0]._get_fsdp_state()._fsdp_param_groups
+    assert group._all_gather_result is not None
+    Sharding((model,)).reset()
+    assert group._all_gather_result is None
+    with CommDebugMode() as calls:
+        model[0].unshard(async_op=True).wait()
+    assert calls.get_total_counts() == 1
+    assert not isinstance(next(iter(model[0].parameters())), DTensor)
+
+
+def test_whole_parameters_that_an_update_has_passed_by_are_told(
+    four_ranks: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch alone computes the next step with them; here they are gathered anew, and that is not torch's result."""
+    model = net(hsdp(), parts=False)
+    sharding = Sharding((model,))
+    for evaluates, reshards, told in [(False, False, 0), (True, True, 0), (True, False, 1), (True, False, 0)]:
+        model(torch.ones(3, 6)).sum().backward()
+        if evaluates:
+            with torch.no_grad():
+                model(torch.ones(3, 6))
+        if reshards:
+            model.reshard()
+        sharding.updated()
+        sharding.reshard()
+        assert capsys.readouterr().err.count("parameters of fully_shard were whole when the optimizer wrote") == told
+    with torch.no_grad():
+        model(torch.ones(3, 6))
+    Sharding((model,)).reshard()
+    assert not capsys.readouterr().err, "an evaluation behind the update"
+
+
 def test_what_an_optimizer_has_placed_in_its_own_way_is_refused(four_ranks: None) -> None:
     """A new process would make it like the parameter."""
     model = net(hsdp())

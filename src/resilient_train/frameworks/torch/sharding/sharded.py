@@ -22,8 +22,10 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed import _composable_state
 
+from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.torch.tensors.leaves import is_sharded
+from resilient_train.observe.sinks import say_aside
 
 _SHARDS = ("Shard", "_StridedShard")
 """The second one: a dimension that both ``parallelize_module`` and ``fully_shard`` divide."""
@@ -62,6 +64,9 @@ class Sharding:
         self._groups = [group for module in self._modules for group in _groups_of(module)]
         self._copies: dict[tuple[_Placed, tuple[int, ...]], int] = {}
         self._others: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stale: list[Any] = []
+        """Groups whose tensors were whole when the optimizers wrote, which write into the parts."""
+        self._told = False
 
     def find_others(self) -> None:
         """FSDP's modules that are in no registered model (a frozen teacher): they are put back as the others are.
@@ -147,11 +152,30 @@ class Sharding:
 
     def reshard(self) -> None:
         """Between two bodies: after a forward pass alone (an evaluation) the outermost parameters are still whole."""
+        if self._stale:
+            self._tell_stale()
         for module in self._modules if not all(group.is_sharded for group in self._groups) else ():
             module.reshard()
         for module in self._others if len(self._others) else ():  # to walk through none takes 4 us
             if not all(group.is_sharded for group in _groups_of(module)):
                 module.reshard()
+
+    def updated(self) -> None:
+        """The optimizers have written."""
+        self._stale = [group for group in self._groups if not group.is_sharded]
+
+    def _tell_stale(self) -> None:
+        stale, self._stale = [group for group in self._stale if not group.is_sharded], []
+        if stale and not self._told:
+            self._told = True
+            if config.is_first_rank():
+                say_aside(
+                    "parameters of fully_shard were whole when the optimizer wrote (a forward pass between backward() "
+                    "and optimizer.step(), or set_reshard_after_backward(False), leaves them so): torch alone computes "
+                    "the next step with what they were before the update. Here they are gathered anew, so these are "
+                    "not torch's bits. With model.reshard() in front of optimizer.step() both are the same "
+                    "(docs/how-to/sharded.md)"
+                )
 
     def reset(self) -> None:
         """Behind a body that a fault has cut: as if its passes had not begun."""
@@ -164,6 +188,9 @@ class Sharding:
             elif state._is_root is None:  # its first pass was cut before it knew that it is the outermost one's
                 state._training_state = type(state._training_state).IDLE
         for group in (*self._groups, *(group for module in others for group in _groups_of(module))):
+            # Also of a module that was never the outermost one (``unshard(async_op=True)`` in front of its first pass,
+            # or where its forward never runs): the next call would take it for under way, and wait for what was cut.
+            group._all_gather_result = None
             for parameter in group.fsdp_params:
                 _forget_gradient(parameter)
                 # Each of them, whatever their group says: a signal may come between the first one's change and the

@@ -15,7 +15,7 @@ import resilient_train as rt
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch.checks.arguments import look
 from resilient_train.protocol.rank_effects import Mode
-from resilient_train.session.calls import Calls
+from resilient_train.session.calls import Calls, PlainCalls
 from resilient_train.session.redo.body_variables import BodyVariables
 from resilient_train.session.redo.kept_calls import BodyCall, KeptCall
 from resilient_train.session.redo.randomness import BodiesRandom
@@ -334,6 +334,19 @@ def test_bodies_and_loop_draw_each_their_own_numbers() -> None:
             numbers.draw()
     assert seen == [b"0", b"1", b"2", b"3", b"4"]  # as if the loop had drawn nothing
     assert numbers.state == b"6"  # two by bodies, while nobody else had drawn; four by the loop
+
+
+@pytest.mark.parametrize("asked", [1, 2])
+@pytest.mark.parametrize("agent", [True, False])
+def test_the_stream_of_bodies_begins_at_the_first_position(asked: int, agent: bool) -> None:
+    """With an agent and without: a loop draws behind it, as to begin a pass over a DataLoader does."""
+    numbers = Numbers()
+    random = BodiesRandom(numbers)  # type: ignore[arg-type] # what it needs of an engine
+    calls = Calls(PlayedDriver(), random) if agent else PlainCalls(random)  # type: ignore[arg-type] # likewise
+    for _ in range(asked):
+        calls.position()
+        numbers.draw()
+    assert calls.make(BodyCall(numbers.random_state, (), {})) == b"0"
 
 
 def test_without_an_agent_bodies_are_called() -> None:

@@ -322,7 +322,9 @@ class Groups(Protocol):
         ...
 
     def broken(self) -> bool:
-        """Whether a connection of a group is gone (a peer died, or closed it), or a wait's time ran out."""
+        """Whether a connection of a group is gone (a peer died, or closed it), or of the collectives that bodies have
+        begun since the last update one has failed, or a wait's time ran out.
+        """
         ...
 
     def close(self) -> None:

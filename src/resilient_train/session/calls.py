@@ -146,9 +146,14 @@ class PlainCalls:
     def __init__(self, random: BodiesRandom) -> None:
         self._random = random
         self._number = 0
+        self._begun = False
 
     def position(self) -> Position:
         """See ``Session.position``."""
+        if not self._begun:
+            self._begun = True
+            with self._random:  # the bodies' stream begins here, as it does under an agent
+                pass
         return Position(self._number)
 
     def make(self, call: BodyCall) -> Any:

@@ -374,6 +374,7 @@ class Driver:
         number = self._rank.number
         if number >= total:
             self._left_at = (*self._peers.progress()[:3], Activity.FINISHED)
+            self._mend_behind_last()
         pauses = self._peers.pause_due(number)
         step: Step | None = self._drive(on.Next(total, self.stopped(), pauses))
         return step
@@ -397,6 +398,10 @@ class Driver:
         if self._stop_delivery.interrupt.armed:
             self._stop_delivery.interrupt.disarm()
         self._clock.stop()
+        if error is None and self._rank.redoable and self._engine.groups.broken():
+            # The body has caught what a fault raised in it, and came to no update, which looks at its collectives: no
+            # later one would succeed, and each body could catch that as well, to the end of the loop.
+            error = RuntimeError(f"a collective failed in the body of step {self._rank.number}, which went on")
         if error is None:
             place = self._rank.place
             again = bool(self._drive(_ENDS_WELL))
@@ -459,6 +464,7 @@ class Driver:
             if finish and self._begun and not self._told_end:
                 self._left_at = self._peers.progress()
                 self._step = None
+                self._mend_behind_last()
                 self._drive(on.Over(self.stopped()))
                 self._ended()
             elif error is not None and not isinstance(error, (KeyboardInterrupt, GeneratorExit, TrainingInterrupted)):
@@ -467,6 +473,13 @@ class Driver:
             self._release(for_another=True)
             raise
         self._release(for_another=not finish)
+
+    def _mend_behind_last(self) -> None:
+        """The loop is over. A connection that broke behind its last collective fails nothing in it, and all that the
+        script does next: behind the loop nobody repairs it.
+        """
+        if self._rank.in_own_tail:
+            self.survive(RuntimeError("a connection is gone behind the last collective of the loop"))
 
     def _let_save(self, error: BaseException) -> None:
         """The script's loop is left by ``error``, which ends the job. Other ranks may fail alike, at the same place:

@@ -26,7 +26,8 @@ for fault in filter(None, faults.split(",")):
     kind, rank, step = fault.split(":")
     if (int(rank), 0) == (link.rank, link.incarnation):
         plan[int(step)] = kind
-device.NPU = "cpu"  # the tensors here lie there
+if not torch_npu.MEMORY:
+    device.NPU = "cpu"  # the tensors here lie there
 steps = rt.Session.steps
 init = dist.init_process_group
 

@@ -1,5 +1,8 @@
 """A torch_npu without an NPU: tensors lie on the CPU, collectives go over gloo, and a device is a little state.
 
+With ``NPU_MEMORY`` (the library that ``protected_memory.cpp`` becomes) tensors may lie on an ``npu``, whose memory the
+host can neither read nor write.
+
 What a recovery calls has the signatures of the real wheel (``npu_signatures.json``) and does what the wheel's Python
 does with the groups of ``_pg_map``. What the device does is told by its documentation: a stopped one fails whoever
 waits for it with FORCE STOP, and runs nothing until it is restarted; HCCL notices no dead peer; a thread that waits in
@@ -44,8 +47,79 @@ RETRY_FAILED = f"NPU function error: HCCL OP RETRY FAILED, error code is 507904{
 TIMEOUT = timedelta(seconds=60)
 
 torch.utils.rename_privateuse1_backend("npu")
-torch._register_device_module("npu", SimpleNamespace(is_available=lambda: False))  # no tensor can lie there
 NPU = torch.device("npu")
+MEMORY = os.environ.get("NPU_MEMORY", "")
+
+
+class Stream:
+    """All is done when it is called."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        pass
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        pass
+
+    def record(self, stream: Stream | None = None) -> None:
+        pass
+
+    def wait(self, stream: Stream | None = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def _module() -> SimpleNamespace:
+    """What torch asks of ``torch.npu`` by that name."""
+    if not MEMORY:
+        return SimpleNamespace(is_available=lambda: False)  # no tensor can lie there
+    return SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        set_device=lambda _: None,
+        synchronize=lambda device=None: None,
+        manual_seed_all=device_generator.generator.manual_seed,
+        _is_in_bad_fork=lambda: False,
+        get_rng_state=lambda device=None: device_generator.generator.get_state(),
+        set_rng_state=lambda state, device=None: device_generator.generator.set_state(state),
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        Stream=Stream,
+        Event=Event,
+        current_stream=lambda device=None: Stream(),
+        stream=lambda _: contextlib.nullcontext(),
+        device=lambda _: contextlib.nullcontext(),
+    )
+
+
+torch._register_device_module("npu", _module())
+if MEMORY:
+    torch.ops.load_library(MEMORY)
 
 
 class Device:
@@ -100,7 +174,10 @@ epoch: Callable[[], int] = int
 def fail_next(error: str, damaged: torch.Tensor | None = None) -> None:
     """The next collective raises this. ``damaged``: this memory has lost its content, and the device knows."""
     if damaged is not None:
-        ctypes.memset(damaged.data_ptr(), 0xFF, damaged.nbytes)
+        if MEMORY:
+            damaged.view(torch.uint8).fill_(0xFF)
+        else:
+            ctypes.memset(damaged.data_ptr(), 0xFF, damaged.nbytes)
         device.damaged = damaged
     device.failure = error
 
@@ -163,9 +240,23 @@ class ProcessGroupHCCL(dist.ProcessGroup):
         return id(self)
 
 
+def _each_on_npu(tree: Any, replaced: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        with torch.no_grad():
+            return replaced(tree) if tree.device.type == "npu" else tree
+    return type(tree)(_each_on_npu(each, replaced) for each in tree) if isinstance(tree, (list, tuple)) else tree
+
+
 def _verb(verb: str) -> Callable[..., dist.Work]:
     def call(self: ProcessGroupHCCL, *args: Any) -> dist.Work:
-        device.run(lambda: getattr(self.connect(), verb)(*args).wait())
+        there: dict[int, torch.Tensor] = {}
+        moved = _each_on_npu(args, lambda tensor: there.setdefault(id(tensor), tensor.cpu()))
+
+        def compute() -> None:
+            getattr(self.connect(), verb)(*moved).wait()
+            _each_on_npu(args, lambda tensor: tensor.copy_(there[id(tensor)]))
+
+        device.run(compute)
         return done(args[0] if args else [])
 
     return call

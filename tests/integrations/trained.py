@@ -52,6 +52,7 @@ def assert_repaired(folder: Path, script: str, *arguments: str, plan: str) -> No
     run = train(folder / "run", script, *arguments, plan=plan)
     assert len(run.of("injected")) == run.recoveries() == plan.count("rank="), run.explain()
     assert_same(run, quiet)
+    assert "keeps trainer." not in run.err, "nobody is to register what the trainer's own code counts"
 
 
 def assert_mended(folder: Path, script: str, *arguments: str, every: int = 5) -> None:

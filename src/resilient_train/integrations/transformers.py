@@ -18,6 +18,7 @@ import dataclasses
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -234,10 +235,20 @@ class _Before(NamedTuple):
     log_lines: int
 
 
+def _names_of(trainer_class: type) -> frozenset[str]:
+    """The attributes that its own methods name: a step leaves them as it must, or this file carries them."""
+    methods = [each for each in vars(trainer_class).values() if isinstance(each, FunctionType)]
+    return frozenset(name for each in methods for name in each.__code__.co_names)
+
+
 class _Place:
     """Where the loop is, as state that all ranks hold alike: in the form in which the Trainer itself saves it."""
 
     resilient_lives_on = True
+
+    def resilient_settles(self) -> list[tuple[object, frozenset[str]]]:
+        """A script that names its Trainer is not told of what that does with its own attributes."""
+        return [(self._trainer, _names_of(Trainer) | _names_of(ResilientTrainer))]
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

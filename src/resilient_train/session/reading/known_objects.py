@@ -30,6 +30,8 @@ from resilient_train.session.reading.static_lookup import (
 )
 
 _TENSORS = ("_parameters", "_buffers")
+_OF_OTHERS = "resilient_settles"
+"""A method of an integration's objects: what they carry of others, as ``Settled``."""
 Settled = Iterable[tuple[object, Collection[str]]]
 """Parts of models, and of each the attributes that a redo and a new process get as they were."""
 
@@ -126,7 +128,12 @@ def own_of(objects: Objects, sources: Iterable[object], settled: Settled, texts:
     known = [each for each in (*objects.schedulers, objects.scaler, *sources, *whole) if each is not None]
     known += [part for one in registered if not leaves_out(one) for part in given_by(one)]
     known += [group for each in objects.optimizers for group in each.param_groups]
-    return Registration(known, (*objects.models, *loose), [*settled, *partly])
+    others = [pair for one in registered for pair in getattr(type(one), _OF_OTHERS, _none)(one)]
+    return Registration(known, (*objects.models, *loose), [*settled, *partly, *others])
+
+
+def _none(_: object) -> Iterable[tuple[object, Collection[str]]]:
+    return ()
 
 
 def leaves_out(thing: Any) -> bool:

@@ -66,13 +66,14 @@ def test_the_host_can_not_touch_it(memory: str) -> None:
             2,
             "uce:1:2,hcce:0:4",
             (
-                f"rank=1 step=6 {IN_BACKWARD}",
-                f"rank=0 step=9 {IN_UPDATE}",
-                f"rank=0 step=12 {IN_BACKWARD} incarnation=1",
+                "uce rank=0 step=5 phase=COMPUTE at=forward target=param",
+                f"kill rank=1 step=6 {IN_BACKWARD}",
+                f"kill rank=0 step=9 {IN_UPDATE}",
+                f"kill rank=0 step=12 {IN_BACKWARD} incarnation=1",
             ),
         ),
-        ("hsdp", 4, "hcce:2:3", (f"rank=1 step=6 {IN_BACKWARD}", f"rank=2 step=9 {IN_UPDATE}")),
-        ("fsdp", 2, "hcce:0:3", (f"rank=1 step=6 {IN_BACKWARD}", f"rank=0 step=9 {IN_UPDATE} incarnation=1")),
+        ("hsdp", 4, "hcce:2:3", (f"kill rank=1 step=6 {IN_BACKWARD}", f"kill rank=2 step=9 {IN_UPDATE}")),
+        ("fsdp", 2, "hcce:0:3", (f"kill rank=1 step=6 {IN_BACKWARD}", f"kill rank=0 step=9 {IN_UPDATE} incarnation=1")),
     ],
     ids=["ddp", "hsdp", "fsdp"],
 )
@@ -82,7 +83,7 @@ def test_the_bits_are_those_of_an_undisturbed_run(
     """Its memory loses data, a collective of its library fails, ranks are killed: in one job."""
     reference = job(tmp_path / "reference", memory, layout, "", "", ranks)
     assert reference.code == 0, reference.explain()
-    run = job(tmp_path / "run", memory, layout, faults, "; ".join(f"kill {each}" for each in kills), ranks)
+    run = job(tmp_path / "run", memory, layout, faults, "; ".join(kills), ranks)
     assert run.code == 0, run.explain()
     assert len(run.of("injected")) == len(kills), run.explain()
     assert run.digests() == reference.digests(), run.explain()

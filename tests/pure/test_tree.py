@@ -25,7 +25,7 @@ class Dtype:
 
 KIND = TensorKind(
     is_tensor=lambda value: isinstance(value, Tensor),
-    describe=lambda value: ("float32", value.shape, False, ()),
+    describe=lambda value: ("float32", value.shape, False, (), False),
     is_constant=lambda value: isinstance(value, Dtype),
     name_constant=lambda value: value.name,
     constant=Dtype,
@@ -181,6 +181,16 @@ def test_tensors_are_left_out_and_put_in() -> None:
         (("state", 0, "exp_avg"), Slot(0, "float32", (2, 3))),
         (("list", 1, 0), Slot(1, "float32", ())),
     ]
+
+
+@pytest.mark.parametrize("told", [(False, (), True), (False, (1, 2), True), (True, (), True), (True, (), False)])
+def test_where_a_tensor_lay_is_told_if_that_was_no_host(told: tuple[bool, tuple[int, ...], bool]) -> None:
+    divided, strides, on_device = told
+    kind = KIND._replace(describe=lambda value: ("float32", value.shape, *told))
+    payload, _ = flatten({"exp_avg": Tensor(2, 3)}, kind)
+    slots = list[Slot]()
+    unflatten(payload, kind, lambda _, slot: slots.append(slot))
+    assert slots == [Slot(0, "float32", (2, 3), divided, strides, on_device)]
 
 
 def test_constants_of_the_framework() -> None:

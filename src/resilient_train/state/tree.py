@@ -26,7 +26,7 @@ class Slot(NamedTuple):
     """A tensor's place in a tree: the ``number``-th of the list, its dtype as the framework names it, its shape.
 
     ``divided``: that is its global shape, and each rank holds a part of it. ``strides``: in elements, unless it lies in
-    the order of its indices.
+    the order of its indices. ``on_device``: it lay in the memory of an accelerator.
     """
 
     number: int
@@ -34,14 +34,15 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     divided: bool = False
     strides: tuple[int, ...] = ()
+    on_device: bool = False
 
 
 class TensorKind(NamedTuple):
     """What a framework tells this module about its tensors."""
 
     is_tensor: Callable[[Any], bool]
-    describe: Callable[[Any], tuple[str, tuple[int, ...], bool, tuple[int, ...]]]
-    """As a Slot has it: its dtype, its shape, whether it is divided, its strides."""
+    describe: Callable[[Any], tuple[str, tuple[int, ...], bool, tuple[int, ...], bool]]
+    """As a Slot has it: its dtype, its shape, whether it is divided, its strides, whether a device has it."""
     is_constant: Callable[[Any], bool]
     """Other leaf values of the framework's own (a dtype, a device) ..."""
     name_constant: Callable[[Any], str]
@@ -65,9 +66,10 @@ def flatten(tree: Any, kind: TensorKind) -> tuple[bytes, dict[Path, Any]]:
         if known is dict:  # nearly all nodes, of thousands: others are looked at below
             return {"D": [[encode(key, path), encode(item, (*path, key))] for key, item in value.items()]}
         if kind.is_tensor(value):
-            dtype, shape, divided, strides = kind.describe(value)
+            dtype, shape, divided, strides, on_device = kind.describe(value)
             tensors[path] = value
-            more = [divided, list(strides)] if strides else [True] if divided else []
+            more = [divided, list(strides)] if strides or on_device else [True] if divided else []
+            more += [True] if on_device else []
             return {"T": [len(tensors) - 1, dtype, list(shape), *more]}
         if isinstance(value, int) and not isinstance(value, bool) and value not in _INT64:
             return {"I": hex(int(value))}
@@ -179,8 +181,8 @@ def unflatten(payload: bytes, kind: TensorKind, place: Callable[[Path, Slot], An
         ((tag, body),) = value.items()
         if tag == "T":
             number, dtype, shape, *more = body
-            strides = _checked(more[1], shape) if len(more) > 1 else ()
-            return place(path, Slot(number, dtype, tuple(shape), more[:1] == [True], strides))
+            strides = _checked(more[1], shape) if more[1:] and more[1] else ()
+            return place(path, Slot(number, dtype, tuple(shape), more[:1] == [True], strides, more[2:] == [True]))
         if tag == "D":
             pairs = [(decode(key, path), item) for key, item in body]
             return {key: decode(item, (*path, key)) for key, item in pairs}

@@ -31,7 +31,22 @@ class Mean:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.value = state["value"].to(NPU)
+        self.value = state["value"]
+
+
+class Placed(torch.optim.SGD):
+    """It counts on the device, and keeps what is large on the host: neither is what ``load_state_dict`` makes of it."""
+
+    def step(self, closure: None = None) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                held = self.state[parameter]
+                if not held:
+                    held["step"] = torch.zeros((), device=NPU)
+                    held["slow"] = torch.zeros(parameter.shape, device="cpu")
+                held["step"].add_(torch.ones((), device=NPU))
+                held["slow"].lerp_(parameter.grad.cpu(), 0.5)
+                parameter.sub_(held["slow"].to(NPU) / held["step"])
 
 
 data = TensorDataset(torch.randn(48, 8), torch.randn(48, 4))
@@ -48,14 +63,19 @@ else:
     )
     fully_shard(net[0], mesh=mesh)
     model = fully_shard(net, mesh=mesh)
-optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(model.parameters(), 1e-2)]
+head = nn.Linear(4, 4).to(NPU)
+if layout == "ddp":
+    head = DistributedDataParallel(head)
+    optimizers.append(Placed(head.parameters(), 1e-2))
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], steps)
 torch.manual_seed(1 + dist.get_rank())
 mean = Mean()
 
 with rt.Session(
-    model=model,
-    optimizer=optimizer,
+    model=[model, head] if layout == "ddp" else model,
+    optimizer=optimizers,
+    undo=layout == "ddp",
     loader=loader,
     state={"ema": ema, "schedule": schedule},
     rank_state={"mean": mean},
@@ -66,10 +86,15 @@ with rt.Session(
         with step:
             inputs, targets = (each.to(NPU) for each in step.batch)
             mean.value = 0.9 * mean.value + 0.1 * inputs.mean(0)
-            (model(inputs - mean.value) - targets).square().mean().backward()
+            found = model(inputs - mean.value)
+            if layout == "ddp":
+                found = head(found)
+                net[0].weight.data.clamp_(-0.2, 0.2)  # which moves no version
+            (found - targets).square().mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
         if step.done:
             schedule.step()
             if layout == "ddp":

@@ -3,7 +3,8 @@
 // Each allocation lies twice in the address space: where tensors point nobody may read or write (PROT_NONE), and only
 // the operations of this file know the other place. A pointer to device memory that is taken for one of the host's so
 // ends the process, as a driver does, and does not read by accident what is right. Operations run on the CPU, on
-// copies (torch's own cpu_fallback); the backward pass runs in a thread of the autograd engine's, as on any device.
+// copies (torch's own cpu_fallback); the backward pass runs in a thread of the autograd engine's, as on any device; and
+// random numbers come from a generator of the device's.
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -13,13 +14,18 @@
 #include <mutex>
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -133,7 +139,36 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// The device's random numbers: a generator of its own, with a host one inside.
+struct DeviceGenerator final : c10::GeneratorImpl {
+  explicit DeviceGenerator(at::Generator host)
+      : c10::GeneratorImpl(kOnly, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), host_(std::move(host)) {}
+  void set_current_seed(uint64_t seed) override { host_.set_current_seed(seed); }
+  void set_offset(uint64_t offset) override { host_.set_offset(offset); }
+  uint64_t get_offset() const override { return host_.get_offset(); }
+  uint64_t current_seed() const override { return host_.current_seed(); }
+  uint64_t seed() override { return host_.seed(); }
+  void set_state(const c10::TensorImpl& state) override { host_.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return host_.unsafeGetGeneratorImpl()->get_state(); }
+  DeviceGenerator* clone_impl() const override { return new DeviceGenerator(host_.clone()); }
+  at::Generator host_;
+};
+
+at::Generator& default_generator() {
+  static auto* made = new at::Generator(at::make_generator<DeviceGenerator>(at::detail::createCPUGenerator()));
+  return *made;
+}
+
+at::Generator host_of(const at::Generator& generator) {
+  return generator.device().type() == kDevice ? static_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl())->host_
+                                              : generator;
+}
+
 struct Hooks final : at::PrivateUse1HooksInterface {
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::make_generator<DeviceGenerator>(at::detail::createCPUGenerator());
+  }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
@@ -185,7 +220,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
-  to.resize_(self.sizes());
+  if (to.sizes() != self.sizes()) {
+    to.resize_(self.sizes());
+  }
   return copy_from(self, to, false);
 }
 
@@ -202,6 +239,9 @@ at::Tensor& set_nothing(at::Tensor& self) {
 }
 
 const at::Tensor& resize(const at::Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  if (self.sizes() == size && !format.has_value()) {
+    return self;  // keeps how it lies, as torch does
+  }
   int64_t elements = 1;
   for (const auto each : size) {
     elements *= each;
@@ -222,6 +262,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty_strided", empty_strided);
   library.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   library.impl("view", TORCH_FN(at::native::view));
+  library.impl("view_as_real", TORCH_FN(at::native::view_as_real));
+  library.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
+  library.impl("unfold", TORCH_FN(at::native::unfold));
   library.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   library.impl("resize_", resize);
   library.impl("_copy_from", copy_from);
@@ -237,8 +280,44 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 }
 
 void on_cpu(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+  const auto& arguments = operation.schema().arguments();
+  const size_t first = stack->size() - arguments.size();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].type()->str().find("Generator") != std::string::npos) {
+      c10::IValue& value = (*stack)[first + i];
+      value = host_of(value.isNone() ? default_generator() : value.toGenerator());
+    }
+  }
+  if (operation.schema().name() == "aten::native_dropout") {  // draws without being given a generator
+    at::Generator hosts = at::detail::getDefaultCPUGenerator();
+    const at::Tensor before = hosts.get_state();
+    hosts.set_state(host_of(default_generator()).get_state());
+    at::native::cpu_fallback(operation, stack);
+    host_of(default_generator()).set_state(hosts.get_state());
+    hosts.set_state(before);
+    return;
+  }
   at::native::cpu_fallback(operation, stack);
 }
+
+TORCH_LIBRARY(protected_memory, library) {
+  library.def("get_rng_state() -> Tensor", []() { return host_of(default_generator()).get_state(); });
+  library.def("set_rng_state(Tensor state) -> ()",
+              [](const at::Tensor& state) { host_of(default_generator()).set_state(state); });
+  library.def("seed(int seed) -> ()",
+              [](int64_t seed) { host_of(default_generator()).set_current_seed(static_cast<uint64_t>(seed)); });
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
+namespace {
+using namespace at::autocast;
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {  // the macros want that name
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
+}
+}  // namespace
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
 

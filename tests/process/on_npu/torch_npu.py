@@ -104,10 +104,10 @@ def _module() -> SimpleNamespace:
         current_device=lambda: 0,
         set_device=lambda _: None,
         synchronize=lambda device=None: None,
-        manual_seed_all=device_generator.generator.manual_seed,
+        manual_seed_all=torch.ops.protected_memory.seed,
         _is_in_bad_fork=lambda: False,
-        get_rng_state=lambda device=None: device_generator.generator.get_state(),
-        set_rng_state=lambda state, device=None: device_generator.generator.set_state(state),
+        get_rng_state=lambda device=None: _get_rng_state(),
+        set_rng_state=lambda state, device=None: _set_rng_state(state),
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         Stream=Stream,
         Event=Event,
@@ -117,9 +117,17 @@ def _module() -> SimpleNamespace:
     )
 
 
-torch._register_device_module("npu", _module())
+def _get_rng_state() -> torch.Tensor:
+    return torch.ops.protected_memory.get_rng_state() if MEMORY else device_generator.generator.get_state()
+
+
+def _set_rng_state(state: torch.Tensor) -> None:
+    (torch.ops.protected_memory.set_rng_state if MEMORY else device_generator.generator.set_state)(state)
+
+
 if MEMORY:
     torch.ops.load_library(MEMORY)
+torch._register_device_module("npu", _module())
 
 
 class Device:
@@ -353,10 +361,8 @@ npu = SimpleNamespace(
         update_npu_tensor_to_safe=_told("npu._recovery.update_npu_tensor_to_safe", _update_npu_tensor_to_safe)
     ),
 )
-npu.get_rng_state = _checked("npu.get_rng_state", lambda device="npu": device_generator.generator.get_state())
-npu.set_rng_state = _checked(
-    "npu.set_rng_state", lambda new_state, device="npu": device_generator.generator.set_state(new_state)
-)
+npu.get_rng_state = _checked("npu.get_rng_state", lambda device="npu": _get_rng_state())
+npu.set_rng_state = _checked("npu.set_rng_state", lambda new_state, device="npu": _set_rng_state(new_state))
 distributed = SimpleNamespace(reinit_process_group=_told("distributed.reinit_process_group", _reinit_process_group))
 
 

@@ -61,7 +61,7 @@ class TorchPassOrder:
     def restore(self, entries: Mapping[str, bytes]) -> None:
         for name, state in entries.items():
             thing = self._own[name] if name in self._own else self._shared[name]
-            restore_object(thing, dressed(unpack(state), state_of(thing)))
+            restore_object(thing, dressed(unpack(state, placed=True), state_of(thing)))
 
 
 def _forks(loader: Any) -> bool:

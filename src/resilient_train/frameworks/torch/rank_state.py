@@ -84,7 +84,7 @@ class TorchRankState:
             put[kind]({**mine[kind], **shared})
             # What is written for the first time may be another value on each rank, or the same on all.
             behind += [key for key in now[kind] if key not in shared or key not in was[kind] or key in first]
-        for name, each in mine["extra"].items():
+        for name, each in self._read(state, placed=True)["extra"].items() if mine["extra"] else ():
             restore_object(self._extra[name], each)
         return tuple(behind)
 
@@ -104,8 +104,8 @@ class TorchRankState:
             return WrittenInTail(b"", b"", own)
         return WrittenInTail(pack(kept[0]), pack({**kept[1], **self._moved()}), own)
 
-    def _read(self, state: bytes) -> dict[str, Any]:
-        tree = dressed(unpack(state), self._held()) if state else {}
+    def _read(self, state: bytes, *, placed: bool = False) -> dict[str, Any]:
+        tree = dressed(unpack(state, placed=placed), self._held()) if state else {}
         return {"buffers": {}, "moved": [], "extra_state": {}, "extra": {}, **tree}
 
     def adopt(self, state: bytes) -> None:
@@ -123,7 +123,7 @@ class TorchRankState:
         a body was cut anywhere, also where they can't tell it (a ``Carried`` between ``take`` and ``put``).
         """
         state, classes = self._kept
-        tree = dressed(unpack(state), classes) if state else {"buffers": {}, "extra": {}}
+        tree = dressed(unpack(state, placed=True), classes) if state else {"buffers": {}, "extra": {}}
         self.buffers.rollback(tree["buffers"])
         self._put_back(tree)
 
@@ -134,7 +134,7 @@ class TorchRankState:
     def put_own(self, state: bytes) -> None:
         """What ``without_buffers`` was, in this very process."""
         if state:
-            self._put_back(dressed(unpack(state), self._held()))
+            self._put_back(dressed(unpack(state, placed=True), self._held()))
 
     def _put_back(self, tree: Mapping[str, Any]) -> None:
         self._modules.restore(tree.get("extra_state", {}))

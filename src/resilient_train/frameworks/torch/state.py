@@ -32,6 +32,7 @@ from resilient_train.frameworks.torch.tensors.fingerprint import TorchFingerprin
 from resilient_train.frameworks.torch.tensors.leaves import (
     PLAIN,
     TENSORS,
+    accelerator,
     dense,
     dtype_of,
     is_plainly_dense,
@@ -479,6 +480,7 @@ class TorchState:
         here = self._own_tensors()
         own = {path: tensor for path, tensor in here.items() if is_plainly_dense(local(tensor))}
         was = {id(each): told["model"][path[1]][path[2]].divided for path, each in here.items() if path[0] == "model"}
+        by_place = any(slot.on_device for held in told["model"] for slot in held.values())
         landing: list[_Landing] = []
         uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
         placed: dict[Path, torch.Tensor] = {}
@@ -499,7 +501,7 @@ class TorchState:
             if fits and mine is not None and on_host(local(mine)):
                 landing.append((path, mine, local(mine)))
                 return mine
-            there = mine if fits else _beside_parameter(path, slot, numbered)
+            there = mine if fits else _on_device(path, slot, numbered, told=by_place)
             if there is None and slot.strides:
                 there = laid_out(slot)
             shape = slot.shape if there is None else local(there).shape
@@ -677,23 +679,28 @@ def _divided_as_here(
     return slot
 
 
-def _beside_parameter(path: Path, slot: Slot, numbered: _Numbered) -> torch.Tensor | None:
-    """New memory of a device for an optimizer's tensor, or for this rank's part of one; None if it is a whole tensor
-    in the host's memory. Raises LayoutError.
+def _on_device(path: Path, slot: Slot, numbered: _Numbered, *, told: bool) -> torch.Tensor | None:
+    """New memory of a device for a tensor, or for this rank's part of one; None if it is a whole tensor in the host's
+    memory. Raises LayoutError.
 
-    ``numbered`` are, for each optimizer, its parameters and their groups.
+    ``numbered`` are, for each optimizer, its parameters and their groups. ``told``: parameters lay on a device there,
+    so that what lay on the host beside them was meant to (a count of steps; moments that are offloaded).
     """
     kind, index, number = path[:3] if len(path) > 3 else ("", 0, "")
     if kind != "optimizer" or not isinstance(number, int):
         if slot.divided:
             raise LayoutError(f"{'.'.join(map(str, path))} is divided among ranks there, and not here")
-        return None
+        return None if not slot.on_device or on_host(there := laid_out(slot, accelerator())) else there
     parameter, group = numbered[index][number]
     if slot.divided:
         if not is_sharded(parameter) or tuple(parameter.shape) != slot.shape:
             raise LayoutError(f"{'.'.join(map(str, path))} is not divided as its parameter is here")
         return placed_like(parameter, torch.empty_like(local(parameter), dtype=dtype_of(slot.dtype)))
     # As `Optimizer.load_state_dict` has it: step counts keep to the CPU, unless a kernel of the device reads them.
-    if on_host(parameter) or (path[3] == "step" and not (group.get("fused") or group.get("capturable"))):
+    counts_on_host = path[3] == "step" and not (group.get("fused") or group.get("capturable"))
+    if on_host(parameter) or (not slot.on_device if told else counts_on_host):
         return None
-    return laid_out(slot, parameter.device)
+    held = local(parameter)
+    if slot.strides:
+        return held.new_empty_strided(slot.shape, slot.strides, dtype=dtype_of(slot.dtype))
+    return held.new_empty(slot.shape, dtype=dtype_of(slot.dtype))

@@ -253,7 +253,7 @@ class KeptState:
     def _mark(self, versions: list[int], *, digests: bool) -> None:
         self._versions = versions
         self._words.take()
-        self._digests = [digest_of_host(each.alias) for each in self._watched] if digests else []
+        self._digests = [digest_of(each.alias) for each in self._watched] if digests else []
 
     def look(self) -> None:
         """The bodies have come to their end, or to where it matters what they have written."""
@@ -277,7 +277,8 @@ class KeptState:
         for index, ((place, _, alias), version, was, digest) in enumerate(each_of):
             if place.key in self._copies or place.key in self._behind:
                 continue
-            other = digest_of_host(alias) != digest if digest else version != was or index in words
+            now = digest_of(alias) if digest else ""
+            other = now != digest if now else version != was or index in words
             if other:
                 self._lost.append(_told(place.key))
             if (other or version != was) and not self._cut and place.key not in self._early:
@@ -552,6 +553,13 @@ def _clone_into(copies: dict[Key, torch.Tensor], key: Key, tensor: torch.Tensor)
     """Without memory for it the job goes on as if it had not been seen."""
     with contextlib.suppress(torch.OutOfMemoryError, MemoryError):
         copies[key] = tensor.detach().clone()
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Empty: there is no memory to make it in. On a device that takes 64 MiB."""
+    with contextlib.suppress(torch.OutOfMemoryError, MemoryError):
+        return tensor_digest(tensor)
+    return ""
 
 
 def digest_of_host(tensor: torch.Tensor) -> str:

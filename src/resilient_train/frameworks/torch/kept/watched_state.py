@@ -206,7 +206,7 @@ def _is_unwatchable(state: Any, again: Any) -> bool:
 
 
 def digest_of_state(state: Any) -> str:
-    """Of what lies in the host's memory."""
+    """Of all of it, wherever it lies."""
     payload, tensors = flatten(state, BITS)
-    parts = [tensor_digest(each) for each in tensors.values() if each.is_cpu]
+    parts = [tensor_digest(each) for each in tensors.values()]
     return "".join((xxhash.xxh3_128_hexdigest(payload), *parts))

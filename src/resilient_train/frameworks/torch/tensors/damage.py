@@ -70,7 +70,12 @@ class InjectedErrors:
         whole = extent(tensor)
         quarter = whole.size // 4
         hit = Span(whole.address + quarter, max(1, whole.size - 2 * quarter))
-        ctypes.memset(hit.address, _POISON, hit.size)
+        if tensor.is_cpu:
+            ctypes.memset(hit.address, _POISON, hit.size)
+        else:
+            storage = local(tensor).untyped_storage()
+            memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            memory.set_(storage, hit.address - storage.data_ptr(), (hit.size,), (1,)).fill_(_POISON)
         self._ranges.append(hit)
         self._kept.append(tensor)
 

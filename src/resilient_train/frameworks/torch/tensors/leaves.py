@@ -31,14 +31,14 @@ def _constant(name: str) -> Any:
 
 TENSORS = TensorKind(
     is_tensor=lambda value: isinstance(value, torch.Tensor),
-    describe=lambda tensor: (*_told(tensor), strides_of(tensor)),
+    describe=lambda tensor: (*_told(tensor), strides_of(tensor), not tensor.is_cpu),
     is_constant=lambda value: isinstance(value, (torch.dtype, torch.device)),
     name_constant=str,
     constant=_constant,
 )
 
 
-BITS = TENSORS._replace(describe=lambda tensor: (*_told(tensor), ()))
+BITS = TENSORS._replace(describe=lambda tensor: (*_told(tensor), (), False))
 """The same, but for digests of ranks that are compared: what a script has built, it may have laid out otherwise."""
 
 
@@ -140,8 +140,13 @@ def pack(tree: Any) -> bytes:
     )
 
 
-def unpack(packed: bytes) -> Any:
-    """The inverse of ``pack``. Raises ProtocolError."""
+def accelerator() -> torch.device:
+    """Where a tensor of this rank's lies that does not lie on the host."""
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def unpack(packed: bytes, *, placed: bool = False) -> Any:
+    """The inverse of ``pack``, on the host; ``placed``: where it lay. Raises ProtocolError."""
     try:
         payload, blobs = msgspec.msgpack.decode(packed, type=tuple[bytes, list[bytes]])
     except msgspec.MsgspecError as error:
@@ -154,7 +159,8 @@ def unpack(packed: bytes) -> Any:
             raise ProtocolError("a packed tensor has another size than its shape says")
         if span.size:
             view(span)[:] = blobs[slot.number]
-        return laid_out(slot).copy_(tensor) if slot.strides else tensor
+        device = accelerator() if placed and slot.on_device else tensor.device
+        return laid_out(slot, device).copy_(tensor) if slot.strides else tensor.to(device)
 
     return unflatten(payload, TENSORS, place)
 

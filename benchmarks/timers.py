@@ -50,9 +50,9 @@ WATCHED: dict[str, tuple[str, ...]] = {
 LOOKS: dict[str, tuple[str, ...]] = {
     "watch": (
         "session.driver:Driver.check",
-        "session.driver:Driver._norm_clipped",
+        "session.comparisons.anomaly_reports:AnomalyReports._clipped",
         "session.driver:Driver._is_anomalous",
-        "session.driver:Driver._write_values",
+        "session.comparisons.anomaly_reports:AnomalyReports.write",
         "session.comparisons.anomalies:Anomalies.begin",
         "session.comparisons.anomalies:Anomalies.applied",
         "frameworks.torch.gradients:TorchGradients.kept",

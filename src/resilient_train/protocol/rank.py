@@ -259,11 +259,6 @@ class Rank:
         return isinstance(self.state, Tail)
 
     @property
-    def in_own_tail(self) -> bool:
-        """``behind_update``, and no recovery is waited for behind that."""
-        return isinstance(self.state, Tail) and self.state.duty is None
-
-    @property
     def leavable(self) -> bool:
         """Whether the loop may end here: no body is cut, and no update half done."""
         return isinstance(self.state, (Open, Tail)) and not self.written

@@ -478,7 +478,9 @@ class Driver:
         """The loop is over. A connection that broke behind its last collective fails nothing in it, and all that the
         script does next: behind the loop nobody repairs it.
         """
-        if self._rank.in_own_tail:
+        groups = self._engine.groups
+        # Without sockets they wait to be built: this rank brings its tail to an end for a recovery.
+        if self._rank.behind_update and not self.stopped() and groups.sockets() and groups.broken():
             self.survive(RuntimeError("a connection is gone behind the last collective of the loop"))
 
     def _let_save(self, error: BaseException) -> None:

@@ -450,28 +450,6 @@ def test_a_method_that_has_the_loop() -> None:
     assert found.names == ("self.ema in T.body", "self.seen")
 
 
-@pytest.mark.parametrize(
-    ("before", "in_loop", "expected"),
-    [
-        ("n = session.position.step", "n += 1", ()),
-        ("first = session.position.step\nn = first", "n += 1", ()),
-        ("epoch, n = divmod(session.position.step, 7)", "use(epoch)\n    n += 1", ()),
-        ("t.n = session.position.step", "use(t.n)\n    t.n += 1", ()),
-        ("n = 0", "n += 1", ("n",)),
-        ("n = session.position.step\nn = 0", "n += 1", ("n",)),
-        ("n = session.position.step", "if use(n):\n        n += 1", ("n",)),
-        ("n = session.position.step", "n += use(1) or 1", ("n",)),
-        ("n = session.position.step", "n += 1\n    n = max(n, use(1) or 0)", ("n",)),
-    ],
-)
-def test_what_counts_on_from_the_position_begins_there_in_a_new_process(
-    before: str, in_loop: str, expected: tuple[str, ...]
-) -> None:
-    values = {**names(), "n": 0, "t": Thing(), "session": SimpleNamespace(position=SimpleNamespace(step=3))}
-    found = carried(f"{before}\nfor _ in session_steps():\n    use(n)\n    {in_loop}\n", values)
-    assert (found.names if found else ()) == expected
-
-
 def test_what_hooks_keep() -> None:
     def hook(*_: object) -> None:
         seen["n"] = seen.get("n", 0) + 1

@@ -99,8 +99,6 @@ class Flow:
         """Read so far."""
         self.behind: set[str] = set()
         """Names that are read when the loop is over."""
-        self.counted: set[str] = set()
-        """Names that begin where a new process begins, and that the loop itself counts on."""
         self._first: dict[Key, str] = {}
         """In order, what is read where this pass may not have written it; as it is called there."""
         self._written = set[Key]()
@@ -152,7 +150,7 @@ class Flow:
         unknown = (each for each in sorted(self.behind) if not self._registered.has(self._scope.path(each), each))
         behind = {self._scope.key(each): each for each in unknown}
         now_and_then += [each for key, each in behind.items() if key in self._written and key not in self._sure]
-        return [each for each in dict.fromkeys([*names, *filled, *now_and_then]) if each not in self.counted]
+        return list(dict.fromkeys([*names, *filled, *now_and_then]))
 
     def seen(self) -> set[Key]:
         """What this pass has seen to be written, in the order of the text; of a container its id alone.

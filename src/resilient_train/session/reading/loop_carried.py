@@ -22,7 +22,7 @@ from resilient_train import script_place
 from resilient_train.frame_variables import variables
 from resilient_train.session.reading.flow import Flow
 from resilient_train.session.reading.known_objects import KnownObjects, Registration, Settled
-from resilient_train.session.reading.names import Loop, counted_from_position, loops_at, names_behind
+from resilient_train.session.reading.names import Loop, loops_at, names_behind
 from resilient_train.session.reading.scope import Key, Scope
 from resilient_train.session.reading.static_lookup import (
     Texts,
@@ -78,7 +78,6 @@ def loop_carried(
     for loop in reversed(loops if each else loops[-1:]):
         flow = Flow(Scope(frame.f_code, frame.f_globals, {**frame.f_globals, **variables(frame)}), registered, texts)
         flow.behind = names_behind(loop, frame, texts)
-        flow.counted = counted_from_position(loop, frame, texts)
         found = and_also(found, _carried_by(loop, flow, frame.f_code.co_filename, seen))
     return found
 

@@ -32,28 +32,6 @@ def names_behind(loop: Loop, frame: FrameType, texts: Texts) -> set[str]:
     return behind.read
 
 
-def counted_from_position(loop: Loop, frame: FrameType, texts: Texts) -> set[str]:
-    """What the code in front of the loop makes of ``session.position``, and each pass of it adds a constant to: a new
-    process begins there with what the others have by then.
-    """
-    tree = texts.function(frame.f_code, frame.f_globals) or texts.tree(frame.f_code, frame.f_globals)
-    made = set[str]()
-    for each in in_scope(tree) if tree else ():
-        if isinstance(each, ast.Assign) and each.lineno < loop.lineno:
-            read = [*ast.walk(each.value)]
-            by_position = any(isinstance(part, ast.Attribute) and part.attr == "position" for part in read)
-            names = {name_of(part) for target in each.targets for part in getattr(target, "elts", [target])}
-            made = made | names if by_position or made & {*map(name_of, read)} else made - names
-    counts = [
-        each.target
-        for each in loop.body
-        if isinstance(each, ast.AugAssign) and isinstance(each.op, ast.Add) and isinstance(each.value, ast.Constant)
-    ]
-    stored = [each for each in in_scope(loop) if isinstance(getattr(each, "ctx", None), ast.Store)]
-    others = {name_of(each) for each in stored if each not in counts}
-    return made & {*map(name_of, counts)} - others - {""}
-
-
 def _outermost_behind(node: ast.AST, line: int) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if getattr(child, "lineno", 0) > line:

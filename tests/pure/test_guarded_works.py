@@ -226,20 +226,13 @@ def test_a_wait_whose_time_runs_out(work: GuardedWork, inner: Inner, works: Work
     for timeout in (timedelta(milliseconds=1), timedelta(seconds=-1), 0.001):
         with pytest.raises(RuntimeError, match="Operation timed out!"):
             work.wait(timeout)
-        assert works.failed()
+        assert works.ran_out()
         assert not work.intact()
     inner.end()
     assert not work.intact()
     assert work.wait(timedelta(seconds=5))
     assert work.intact()
-    assert not works.failed()
-
-
-def test_a_work_that_has_failed_is_known_without_waiting(work: GuardedWork, inner: Inner, works: Works) -> None:
-    works.since_update.append(work)
-    assert not works.failed(), "it is under way"
-    work.give_up()
-    assert works.failed()
+    assert not works.ran_out()
 
 
 def test_who_asks_whether_a_work_is_over_has_seen_its_end(work: GuardedWork, inner: Inner) -> None:

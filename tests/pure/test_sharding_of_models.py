@@ -304,14 +304,16 @@ def test_whole_parameters_that_an_update_has_passed_by_are_told(
     """torch alone computes the next step with them; here they are gathered anew, and that is not torch's result."""
     model = net(hsdp(), parts=False)
     sharding = Sharding((model,))
-    for evaluates, reshards, told in [(False, False, 0), (True, True, 0), (True, False, 1), (True, False, 0)]:
+    cases = [(False, False, True, 0), (True, True, True, 0), (True, False, False, 0), (True, False, True, 1)]
+    for evaluates, reshards, trains, told in [*cases, (True, False, True, 0)]:
         model(torch.ones(3, 6)).sum().backward()
         if evaluates:
             with torch.no_grad():
                 model(torch.ones(3, 6))
         if reshards:
             model.reshard()
-        sharding.updated()
+        written = {id(each.sharded_param) for each in sharding._groups[0].fsdp_params} if trains else set()
+        sharding.updated(lambda: written)  # noqa: B023 - called at once
         sharding.reshard()
         assert capsys.readouterr().err.count("parameters of fully_shard were whole when the optimizer wrote") == told
     with torch.no_grad():

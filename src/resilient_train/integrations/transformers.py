@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import dis
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -236,9 +237,10 @@ class _Before(NamedTuple):
 
 
 def _names_of(trainer_class: type) -> frozenset[str]:
-    """The attributes that its own methods name: a step leaves them as it must, or this file carries them."""
+    """The attributes that its own methods write: a step leaves them as it must, or this file carries them."""
     methods = [each for each in vars(trainer_class).values() if isinstance(each, FunctionType)]
-    return frozenset(name for each in methods for name in each.__code__.co_names)
+    writes = (each for method in methods for each in dis.get_instructions(method) if each.opname == "STORE_ATTR")
+    return frozenset(each.argval for each in writes)
 
 
 class _Place:

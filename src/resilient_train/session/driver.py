@@ -398,7 +398,7 @@ class Driver:
         if self._stop_delivery.interrupt.armed:
             self._stop_delivery.interrupt.disarm()
         self._clock.stop()
-        if error is None and self._rank.redoable and self._engine.groups.broken():
+        if error is None and self._rank.redoable and self._engine.groups.cut():
             # The body has caught what a fault raised in it, and came to no update, which looks at its collectives: no
             # later one would succeed, and each body could catch that as well, to the end of the loop.
             error = RuntimeError(f"a collective failed in the body of step {self._rank.number}, which went on")
@@ -480,7 +480,7 @@ class Driver:
         """
         groups = self._engine.groups
         # Without sockets they wait to be built: this rank brings its tail to an end for a recovery.
-        if self._rank.behind_update and not self.stopped() and groups.sockets() and groups.broken():
+        if self._rank.behind_update and not self.stopped() and groups.sockets() and groups.cut():
             self.survive(RuntimeError("a connection is gone behind the last collective of the loop"))
 
     def _let_save(self, error: BaseException) -> None:

@@ -93,7 +93,10 @@ class TorchGroups:
         return cast("bytes", _dump_fr_trace_json())
 
     def broken(self) -> bool:
-        return works.failed() or any(group.closed or group.broken() for group in groups.values())
+        return works.ran_out() or any(group.closed or group.broken() for group in groups.values())
+
+    def cut(self) -> bool:
+        return works.refused() or any(group.closed or group.broken() for group in groups.values())
 
     def close(self) -> None:
         if not any(group.solo for group in groups.values()):  # a process that joins has had no peer to wait for

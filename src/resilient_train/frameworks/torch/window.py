@@ -225,7 +225,7 @@ class TorchWindow:
 
     def forget(self) -> None:
         self._start = self._undo = None
-        self._state.sharding.updated()
+        self._state.sharding.updated(self._state.kept.written)
         self._state.kept.forget()
 
     def changed_unasked(self) -> str:

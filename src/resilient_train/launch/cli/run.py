@@ -105,7 +105,8 @@ def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
         args.nproc_per_node = device_count.ranks_for(args.nproc_per_node)
         with device_count.left_alone():
             # A job has its logs in its run directory. torch, not told so, leaves an empty directory in /tmp for each.
-            here = argparse.Namespace(**vars(args) | {"log_dir": args.log_dir or os.devnull})
+            nowhere = {} if args.log_dir or args.logs_specs else {"log_dir": os.devnull}
+            here = argparse.Namespace(**vars(args) | nowhere)
             launch, command, arguments = torchrun.config_from_args(here)
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"{error} (a flag of torchrun's; see resilient-run --help)") from None

@@ -169,10 +169,6 @@ class GuardedWork(dist.Work):
                 return False
         return True
 
-    def failed(self) -> bool:
-        """Whether it is known not to be intact. Nobody waits."""
-        return self.ran_out or (not self.succeeded and bool(self._outcome.done()))
-
     def result(self) -> Any:
         if self.is_completed():
             self._completed().wait()  # gloo completes the future first, and says a moment later that the work is over
@@ -220,9 +216,6 @@ class NotBegun:
 
     def intact(self) -> bool:
         return False
-
-    def failed(self) -> bool:
-        return True
 
 
 class InThread:
@@ -297,10 +290,7 @@ class GuardedMessage(dist.Work):
 
     def intact(self) -> bool:
         """Whether it has not failed."""
-        return not self.failed()
-
-    def failed(self) -> bool:
-        return self._error is not None
+        return self._error is None
 
     def source_rank(self) -> int:
         return self._source
@@ -326,9 +316,13 @@ class Works:
         failed, and the calls that a fault has not let begin: the next one needs them all intact.
         """
 
-    def failed(self) -> bool:
-        """Whether one of them is known to have failed, or somebody has not waited long enough for it."""
-        return any(work.failed() for work in self.since_update)
+    def ran_out(self) -> bool:
+        """Whether somebody has not waited long enough for one of them."""
+        return any(isinstance(work, GuardedWork) and work.ran_out for work in self.since_update)
+
+    def refused(self) -> bool:
+        """Whether a fault has not let one of them begin."""
+        return any(isinstance(work, NotBegun) for work in self.since_update)
 
     def drain(self, at_rest: Callable[[], bool]) -> int:
         """Waits until no work is under way, or none of them goes on: until then gloo may write into gradients, also for

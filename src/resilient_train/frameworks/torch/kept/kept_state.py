@@ -288,6 +288,11 @@ class KeptState:
         if words:
             self._words.take()
 
+    def written(self) -> set[int]:
+        """The ids of the parameters that were written since the bodies came to their end: by the optimizers."""
+        now = map(self.version, self._tensors)
+        return {id(each) for each, at, was in zip(self._tensors, now, self._versions, strict=True) if at != was}
+
     def found(self) -> WrittenEarly | None:
         """What was seen to be written early, since the last call."""
         names, self._found = self._found, []

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ class Sharding:
         self._copies: dict[tuple[_Placed, tuple[int, ...]], int] = {}
         self._others: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stale: list[Any] = []
-        """Groups whose tensors were whole when the optimizers wrote, which write into the parts."""
+        """Groups whose tensors were whole when optimizers wrote into their parts."""
         self._told = False
 
     def find_others(self) -> None:
@@ -160,9 +160,11 @@ class Sharding:
             if not all(group.is_sharded for group in _groups_of(module)):
                 module.reshard()
 
-    def updated(self) -> None:
-        """The optimizers have written."""
-        self._stale = [group for group in self._groups if not group.is_sharded]
+    def updated(self, written: Callable[[], Collection[int]]) -> None:
+        """The optimizers have written: the parameters of these ids."""
+        whole = [group for group in self._groups if not group.is_sharded]
+        ids = written() if whole else ()
+        self._stale = [each for each in whole if any(id(one.sharded_param) in ids for one in each.fsdp_params)]
 
     def _tell_stale(self) -> None:
         stale, self._stale = [group for group in self._stale if not group.is_sharded], []

@@ -349,6 +349,19 @@ def test_the_stream_of_bodies_begins_at_the_first_position(asked: int, agent: bo
     assert calls.make(BodyCall(numbers.random_state, (), {})) == b"0"
 
 
+@pytest.mark.parametrize("agent", [True, False])
+def test_a_body_that_asks_for_the_position_leaves_the_loops_numbers_alone(agent: bool) -> None:
+    """It stands in the bodies' stream already."""
+    numbers = Numbers()
+    random = BodiesRandom(numbers)  # type: ignore[arg-type] # what it needs of an engine
+    calls = Calls(PlayedDriver(), random) if agent else PlainCalls(random)  # type: ignore[arg-type] # likewise
+    calls.make(BodyCall(numbers.draw, (), {}))
+    for _ in range(7):
+        numbers.draw()
+    calls.make(BodyCall(lambda: (numbers.draw(), calls.position()), (), {}))
+    assert numbers.state == b"8"
+
+
 def test_without_an_agent_bodies_are_called() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())

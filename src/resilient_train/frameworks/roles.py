@@ -322,12 +322,12 @@ class Groups(Protocol):
         ...
 
     def broken(self) -> bool:
-        """Whether a connection of a group is gone (a peer died, or closed it), or a wait's time ran out."""
+        """``cut``, or a wait's time ran out."""
         ...
 
     def cut(self) -> bool:
-        """Whether a connection of a group is gone, or a fault has refused a call of the bodies since the last update.
-        What failed by itself (a dtype that the library can't add up) is the script's, and no fault.
+        """Whether a connection of a group is gone (a peer died, or closed it), or a fault has refused a call of the
+        bodies since the last update. What failed by itself (a dtype that the library can't add up) is the script's.
         """
         ...
 

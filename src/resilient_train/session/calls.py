@@ -158,6 +158,7 @@ class PlainCalls:
 
     def make(self, call: BodyCall) -> Any:
         """Calls the body."""
+        self._begun = True
         with self._random:
             result = call.make()
         self._number += 1

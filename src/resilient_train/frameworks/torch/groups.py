@@ -93,7 +93,7 @@ class TorchGroups:
         return cast("bytes", _dump_fr_trace_json())
 
     def broken(self) -> bool:
-        return works.ran_out() or any(group.closed or group.broken() for group in groups.values())
+        return works.ran_out() or self.cut()
 
     def cut(self) -> bool:
         return works.refused() or any(group.closed or group.broken() for group in groups.values())

@@ -128,12 +128,8 @@ def own_of(objects: Objects, sources: Iterable[object], settled: Settled, texts:
     known = [each for each in (*objects.schedulers, objects.scaler, *sources, *whole) if each is not None]
     known += [part for one in registered if not leaves_out(one) for part in given_by(one)]
     known += [group for each in objects.optimizers for group in each.param_groups]
-    others = [pair for one in registered for pair in getattr(type(one), _OF_OTHERS, _none)(one)]
+    others = [pair for one in registered for pair in getattr(type(one), _OF_OTHERS, lambda _: ())(one)]
     return Registration(known, (*objects.models, *loose), [*settled, *partly, *others])
-
-
-def _none(_: object) -> Iterable[tuple[object, Collection[str]]]:
-    return ()
 
 
 def leaves_out(thing: Any) -> bool:

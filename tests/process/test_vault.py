@@ -199,11 +199,18 @@ def test_a_killed_holder_is_replaced_and_adopts_what_lives_in_others(rig: Rig) -
 
 def test_an_agent_gives_the_next_holder_what_the_dead_had(rig: Rig) -> None:
     """Rank and holder are dead. A store that the rank has outgrown goes with the holder's, or it would take up memory
-    for the rest of the job.
+    for the rest of the job. The second time the agent's own connection says nothing of the death, as on a busy machine
+    the one of a process that is just dying does.
     """
 
     vault = rig.start()
-    agent = HeldSnapshots(rig.run_dir, 1, TrustedStates(1, 2), lambda: None, lambda _: None)
+    told: list[str] = []
+
+    def lost(why: str) -> None:
+        told.append(why)
+        agent.let_go()
+
+    agent = HeldSnapshots(rig.run_dir, 1, TrustedStates(1, 2), lambda: None, lost)
     small = vault.reserve(0, IMAGE_BYTES)
     assert take(small, 1)
     agent.keep(0, 1)
@@ -224,16 +231,21 @@ def test_an_agent_gives_the_next_holder_what_the_dead_had(rig: Rig) -> None:
     rig.holders[0].wait()
     assert agent.newest() is None
 
-    assert asyncio.run(held_by_the_next(rig, agent)) == 3
+    assert asyncio.run(held_by_the_next_two(rig, agent)) == [3, 3]
+    assert len(told) == 1
 
 
-async def held_by_the_next(rig: Rig, agent: HeldSnapshots) -> int | None:
-    """The newest snapshot of the holder that the agent finds."""
-    await agent.revive()
-    assert agent._process is not None
-    rig.holders.append(agent._process)
-    with contextlib.closing(rig.connect(member=False)) as visitor:
-        found = newest(visitor)
+async def held_by_the_next_two(rig: Rig, agent: HeldSnapshots) -> list[int | None]:
+    """The newest snapshots of the holders that the agent finds."""
+    found: list[int | None] = []
+    while len(found) < 2:
+        await agent.revive()
+        assert agent._process is not None
+        rig.holders.append(agent._process)
+        with contextlib.closing(rig.connect(member=False)) as visitor:
+            found.append(newest(visitor))
+        rig.holders[-1].kill()
+        rig.holders[-1].wait()
     agent.let_go()
     return found
 

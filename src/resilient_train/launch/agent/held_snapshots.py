@@ -103,7 +103,16 @@ class HeldSnapshots:
         """
         async with self._opening:
             self._heard()
-            if self.vault is not None or not self._kept:
+            if self.vault is not None:
+                try:
+                    self._inventory()
+                except HolderSilentError:
+                    return
+                except VaultError as error:  # it is just dying: what it had open closes one by one, and this comes last
+                    self._lost(str(error))
+                else:
+                    return
+            if not self._kept:
                 return
             try:
                 self._keep_to(self._connect(member=True))

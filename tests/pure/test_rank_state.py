@@ -482,8 +482,13 @@ def test_buffers_that_ddp_makes_equal_are_not_claimed() -> None:
 
 
 def test_what_can_not_be_published_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"rank_state\['queue'\] is a collections.deque without state_dict"):
-        TorchRankState((), {"queue": collections.deque()})
+    class Half:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+    for thing, name in ((collections.deque(), "collections.deque"), ({}, "dict"), (Half(), ".*Half")):
+        with pytest.raises(ConfigError, match=rf"rank_state\['queue'\] is a {name} without state_dict\(\) and load_"):
+            TorchRankState((), {"queue": thing})
 
 
 def test_zeros_have_signs() -> None:

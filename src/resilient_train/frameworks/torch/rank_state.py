@@ -15,13 +15,20 @@ import msgspec
 import torch
 
 from resilient_train._native import Glance, columns
-from resilient_train.errors import ConfigError
 from resilient_train.frameworks.roles import NOTHING_WRITTEN, WrittenInTail
 from resilient_train.frameworks.torch.kept.buffers import Buffers, lies_here
 from resilient_train.frameworks.torch.kept.module_entries import same_objects
 from resilient_train.frameworks.torch.tensors.containers import dressed, worn
 from resilient_train.frameworks.torch.tensors.extra_state import ExtraState
-from resilient_train.frameworks.torch.tensors.leaves import TENSORS, pack, restore_object, span_of, state_of, unpack
+from resilient_train.frameworks.torch.tensors.leaves import (
+    TENSORS,
+    check_has_state,
+    pack,
+    restore_object,
+    span_of,
+    state_of,
+    unpack,
+)
 from resilient_train.state.tree import flatten
 
 _MEMORY = (torch.Tensor.data_ptr, "shape")
@@ -33,11 +40,7 @@ class TorchRankState:
     def __init__(self, models: tuple[torch.nn.Module, ...], extra: Mapping[str, Any]) -> None:
         self.buffers = Buffers(models)
         for name, thing in extra.items():
-            if not any(callable(getattr(thing, method, None)) for method in ("state_dict", "get_state")):
-                raise ConfigError(
-                    f"rank_state[{name!r}] is a {type(thing).__module__}.{type(thing).__qualname__} without "
-                    "state_dict(): put an object around it that has state_dict() and load_state_dict()"
-                )
+            check_has_state(f"rank_state[{name!r}]", thing)
         self._extra = extra
         self._same: _SameBuffers | None = None
         self._modules = ExtraState(models)

@@ -33,6 +33,7 @@ from resilient_train.frameworks.torch.tensors.leaves import (
     PLAIN,
     TENSORS,
     accelerator,
+    check_has_state,
     dense,
     dtype_of,
     is_plainly_dense,
@@ -126,10 +127,7 @@ class TorchState:
         self._kept: list[list[_Settings]] = [[] for _ in objects.optimizers]
         self._kept_groups: list[Groups] = [[] for _ in objects.optimizers]
         for name, thing in objects.extra.items():
-            if not callable(getattr(thing, "load_state_dict", None)) and not callable(
-                getattr(thing, "set_state", None)
-            ):
-                raise ConfigError(f"state[{name!r}] is a {type(thing).__qualname__} without load_state_dict()")
+            check_has_state(f"state[{name!r}]", thing)
 
     def tree(self, *, core: bool = False, found: bool = False) -> dict[str, Any]:
         """The state as a tree of references. ``core``: only what ``params_digest`` covers, without buffers.

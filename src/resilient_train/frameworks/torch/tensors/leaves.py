@@ -165,6 +165,21 @@ def unpack(packed: bytes, *, placed: bool = False) -> Any:
     return unflatten(payload, TENSORS, place)
 
 
+_PAIRS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
+
+
+def check_has_state(what: str, thing: Any) -> None:
+    """Raises ConfigError for a thing out of which state can't be taken, or into which it can't be put back."""
+    if any(all(callable(getattr(thing, method, None)) for method in pair) for pair in _PAIRS):
+        return
+    kind = type(thing)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    raise ConfigError(
+        f"{what} is a {name} without state_dict() and load_state_dict(): give a class both (one derived from dict or "
+        "list, where it is one of these), as docs/how-to/loops.md shows"
+    )
+
+
 def state_of(thing: Any) -> Any:
     """``state_dict()``, or ``get_state()`` of a torch.Generator. Raises ConfigError for a thing that has neither."""
     for name in ("state_dict", "get_state"):

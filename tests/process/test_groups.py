@@ -10,10 +10,12 @@ from shared import Undisturbed
 
 def test_groups_of_the_users_survive(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     undisturbed = undisturbed_of("groups.py", ranks=4)
-    plan = "kill rank=3 step=2 phase=COMPUTE at=start; kill rank=0 step=5 phase=READY at=barrier"
+    plan = "kill rank=3 step=2 phase=COMPUTE at=start"
+    plan += "; hcce rank=1 step=4 phase=COMPUTE at=start"  # rank 3 has destroyed its group, and rank 0 not
+    plan += "; kill rank=0 step=6 phase=READY at=barrier"  # both have, and rank 0 makes it anew
     run = launch(tmp_path / "run", "groups.py", ranks=4, flags=("--faults", plan))
     assert run.code == 0, run.explain()
-    assert run.recoveries() == 2
+    assert run.recoveries() == 3
     assert {rank: params for rank, (params, _) in run.digests().items()} == {
         rank: params for rank, (params, _) in undisturbed.digests().items()
     }

@@ -1,4 +1,6 @@
-"""A loop that uses groups of its own in the body: a 2x2 DeviceMesh, a new_group, functional and object collectives."""
+"""A loop that uses groups of its own in the body: a 2x2 DeviceMesh, a new_group, functional and object collectives. One
+group is destroyed in the loop, by its members at different times.
+"""
 
 import torch
 import torch.distributed as dist
@@ -23,8 +25,10 @@ with rt.Session(model=model, optimizer=optimizer) as session:
             share = loss.detach().clone()
             dist.all_reduce(share, group=mesh["outer"].get_group())
             share = functional.all_reduce(share, "sum", mesh["inner"].get_group()).wait()
-            if dist.get_rank() in (0, 3):
+            if dist.get_rank() in (0, 3) and step.number < 3:
                 dist.all_reduce(torch.ones(1), group=pair)
+            if (dist.get_rank(), step.number) in {(3, 3), (0, 4)}:
+                dist.destroy_process_group(pair)
             told: list = [None] * dist.get_world_size()
             dist.all_gather_object(told, {"rank": dist.get_rank(), "step": step.number})
             assert [each["rank"] for each in told] == [0, 1, 2, 3]

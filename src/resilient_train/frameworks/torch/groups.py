@@ -96,7 +96,8 @@ class TorchGroups:
         return works.ran_out() or self.cut()
 
     def cut(self) -> bool:
-        return works.refused() or any(group.closed or group.broken() for group in groups.values())
+        left = [each for each in groups.values() if not each.destroyed]
+        return works.refused() or any(each.closed or each.broken() for each in left)
 
     def close(self) -> None:
         if not any(group.solo for group in groups.values()):  # a process that joins has had no peer to wait for

@@ -87,6 +87,9 @@ def watch(watcher: Watcher | None) -> None:
     """Lets ``watcher`` see every collective from now on; None ends it."""
     global _watcher
     _watcher = watcher
+    if watcher is None:
+        for name in [each for each, group in groups.items() if group.destroyed]:
+            del groups[name]
 
 
 class _Alone:
@@ -183,6 +186,9 @@ class ResilientGroup(dist.ProcessGroup):
         self._messages: dict[tuple[str, str], int] = {}
         self.takes_from_any = False
         """``recv_anysource`` was called: nobody knows which message is which any more."""
+        self._before_loop = not _loop_has_begun
+        self.destroyed = False
+        """By the user, in the loop, and made before it."""
 
     # -- life of the inner group
 
@@ -424,8 +430,13 @@ class ResilientGroup(dist.ProcessGroup):
         self.close_inner("it was aborted")
 
     def shutdown(self) -> None:
-        """The user destroys the group: it will not be rebuilt any more."""
-        groups.pop(self._name, None)
+        """The user destroys the group. In the loop it is rebuilt after a fault all the same: a process that takes a
+        rank's place has made it again, and so has a member that has not come to this line, and they would wait there.
+        """
+        if _watcher is not None and self._before_loop:
+            self.destroyed = True
+        else:
+            groups.pop(self._name, None)
         self.close_inner("it was destroyed")
         wait_for_droppers(1.0)
 

@@ -34,6 +34,22 @@ class Mean:
         self.value = state["value"]
 
 
+class Scaled(nn.Linear):
+    """Its scale is no buffer, and takes what it is given as it is."""
+
+    scale = torch.ones(1, device=NPU)  # one of no dimension might lie on the host
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.scale = 0.9 * self.scale + 0.1 * inputs.detach().square().mean()
+        return super().forward(inputs / self.scale)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.scale
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.scale = state
+
+
 class Placed(torch.optim.SGD):
     """It counts on the device, and keeps what is large on the host: neither is what ``load_state_dict`` makes of it."""
 
@@ -55,6 +71,7 @@ net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Dropout(0.1), nn.Line
 ema = nn.Linear(16, 4).to(NPU)
 if layout == "ddp":
     net[1] = nn.BatchNorm1d(16).to(NPU)
+    net[3] = Scaled(16, 4).to(NPU)
     model: nn.Module = DistributedDataParallel(net)
 else:
     hsdp = layout == "hsdp"

@@ -75,19 +75,21 @@ class TorchRankState:
 
     def restore(self, state: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> tuple[str, ...]:
         """In another process than that which packed it: one that has built the same model. Raises ProtocolError."""
-        mine, was, now = (self._read(each) for each in (state, tail.before, tail.after))
+        packed = (state, tail.before, tail.after)
+        on_host, placed = ([self._read(each, placed=there) for each in packed] for there in (False, True))
+        mine, _, now = on_host
         behind, moved = list(tail.own), {*mine["moved"], *now["moved"]}
         first = {key for key in now["buffers"] if self.buffers.is_as_built(key, mine["buffers"].get(key))}
         put: Mapping[str, Callable[[dict[str, Any]], None]] = {
             "buffers": lambda values: self.buffers.restore(values, moved),
             "extra_state": self._modules.restore,
         }
-        for kind in put:
+        for kind, (mine, was, now) in {"buffers": on_host, "extra_state": placed}.items():
             shared = {key: each for key, each in now[kind].items() if _alike(mine[kind], was[kind], key)}
             put[kind]({**mine[kind], **shared})
             # What is written for the first time may be another value on each rank, or the same on all.
             behind += [key for key in now[kind] if key not in shared or key not in was[kind] or key in first]
-        for name, each in self._read(state, placed=True)["extra"].items() if mine["extra"] else ():
+        for name, each in placed[0]["extra"].items():
             restore_object(self._extra[name], each)
         return tuple(behind)
 
@@ -112,10 +114,9 @@ class TorchRankState:
         return {"buffers": {}, "moved": [], "extra_state": {}, "extra": {}, **tree}
 
     def adopt(self, state: bytes) -> None:
-        if state:
-            tree = dressed(unpack(state), {"extra_state": self._modules.held()})
-            self.buffers.restore(tree["buffers"], tree.get("moved", ()))
-            self._modules.restore(tree.get("extra_state", {}))
+        on_host, placed = (self._read(state, placed=there) for there in (False, True))
+        self.buffers.restore(on_host["buffers"], on_host["moved"])
+        self._modules.restore(placed["extra_state"])
 
     def keep(self) -> None:
         """Remembers it, at the begin of a window."""

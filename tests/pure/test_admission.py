@@ -266,6 +266,17 @@ def test_a_late_hook_is_refused_when_the_loop_begins(fake_world: None, within: s
         state.check()
 
 
+def test_torchs_hook_in_cpp_is_refused_when_the_loop_begins(fake_world: None) -> None:
+    for kind, refused in (
+        ("ALLREDUCE", nullcontext()),
+        ("FP16_COMPRESS", pytest.raises(StateError, match="built-in FP")),
+    ):
+        wrapper: Any = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        wrapper._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
+        with refused:
+            TorchState(Objects((wrapper,), ()), TorchRankState((wrapper,), {}), Host()).check()
+
+
 def test_a_hook_that_names_what_is_not_there_yet_is_taken(fake_world: None) -> None:
     def hook(_: object, bucket: object) -> object:
         return later, bucket

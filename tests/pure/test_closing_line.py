@@ -72,6 +72,8 @@ def test_why_they_may_not_have_happened() -> None:
         "; rank 1 had another process by then (incarnation=N names it)"
     )
     assert "another process" not in missed([at(5, "joined", 0, incarnation=1)], plan)
+    died_later = at(5, "injected", 1, step=7, incarnation=0, detail={"kind": "kill", "at": "start"})
+    assert "another process" not in missed([died_later, at(6, "joined", 1, incarnation=1)], plan)
     assert "another process" not in missed([at(5, "joined", 1)], [early])
     assert "; APPLIED is none where a Session has undo=True)" in missed(
         [], parse_plan("kill rank=1 step=3 phase=APPLIED")

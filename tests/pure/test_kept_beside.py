@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,8 @@ from resilient_train.frameworks.roles import Objects
 from resilient_train.session import kept_beside
 from resilient_train.session.kept_beside import KeptBeside
 from resilient_train.session.reading.loop_carried import LoopCarried
+from resilient_train.session.redo.given_again import GivenAgain
+from resilient_train.session.redo.kept_calls import BodyCall
 
 
 class Told:
@@ -31,6 +35,10 @@ class Told:
         self.said = text
 
 
+OF_THE_TEST = ("told.names", "@py_assert2.names")
+"""What is told is kept as well."""
+
+
 def beside(told: Any, loader: Any = None) -> KeptBeside:
     cursor: Any = SimpleNamespace(sources=lambda: (None, loader), loader=loader)
     window: Any = SimpleNamespace(settled=list)
@@ -39,26 +47,86 @@ def beside(told: Any, loader: Any = None) -> KeptBeside:
     )
 
 
-def trained(told: Any, *, recovered_from: int) -> list[tuple[str, ...]]:
-    """What is told of a loop that keeps two things: its text shows one of them, and their objects both."""
-    total, rows = 0, [[0]]
+def trained(told: Any, *, recovered_at: tuple[int, ...], late: int = 0) -> list[tuple[str, ...]]:
+    """What is told of a loop that keeps two things: its text shows one of them, and their objects both; one more begins
+    to change so ``late``.
+    """
+    total, rows, counts = 0, [[0]], [[0]]
     kept = beside(told)
     for step in range(5):
         total += step
         for row in rows:
             row.append(step)
-        kept.step_made(None, None, recovered=step >= recovered_from)
-    return list(told.names)
+        for count in counts if late and step >= late else ():
+            count[0] += 1
+        kept.step_made(None, None, recovered=step in recovered_at)
+    assert {*chain(*told.names)} <= {"total", "rows", "counts", *OF_THE_TEST}
+    return [left for names in told.names if (left := tuple(each for each in names if each not in OF_THE_TEST))]
 
 
 def test_both_are_told_at_once_and_once() -> None:
     told = Told()
-    assert trained(told, recovered_from=2) == [("total", "rows")]
+    assert trained(told, recovered_at=(2, 4)) == [("total", "rows")]
     assert told.events == []
 
 
+def test_what_begins_to_change_behind_the_first_recovery_is_told_behind_the_next() -> None:
+    assert trained(Told(), recovered_at=(1, 4), late=3) == [("total", "rows"), ("counts",)]
+
+
+def test_a_function_that_hands_the_steps_on_is_no_loop_of_the_scripts() -> None:
+    told = Told()
+    kept = beside(told)
+
+    def handed_on(steps: Iterable[int]) -> Iterator[int]:
+        for each in steps:
+            yield each
+            assert each < 5
+
+    class Counted:
+        def __init__(self, steps: Iterable[int]) -> None:
+            self.steps = iter(steps)
+
+        def __iter__(self) -> Counted:
+            return self
+
+        def __next__(self) -> int:
+            return next(self.steps)
+
+    def steps() -> Iterator[int]:
+        for step in range(3):
+            yield step
+            kept.step_made(None, None, recovered=step > 1)
+
+    best, total = 9, 0
+    for step in Counted(handed_on(steps())):
+        best = min(best, step)
+        total += step
+        step_of_this = step + total
+    assert (best, step_of_this) == (0, 5)
+    assert told.names == [("best", "total")]
+
+
+def test_calls_are_made_in_loops_of_functions_around_them() -> None:
+    told, best, seen = Told(), 9, list[int]()
+    kept, again = beside(told), GivenAgain()
+
+    def epoch(number: int) -> int:
+        total = 0
+        for batch in range(2):
+            total += batch
+            kept.step_made(BodyCall(abs, (batch,), {}), again, recovered=number == 1 and batch == 0)
+        return total
+
+    for number in range(2):
+        best = min(best, epoch(number))
+        seen.append(best)
+    assert best == seen[-1] == 1
+    assert told.names == [("total", "best", "seen")]
+
+
 def test_a_new_process_tells_of_the_text_first() -> None:
-    by_text, by_objects = trained(Told(), recovered_from=0)
+    by_text, by_objects = trained(Told(), recovered_at=(0,))
     assert by_text == ("total",)
     assert "rows" in by_objects
 

@@ -318,6 +318,12 @@ def test_what_can_be_gone_through_once_is_refused(loader: Any) -> None:
         cursor(loader)
 
 
+def test_a_loader_of_accelerates_is_refused() -> None:
+    prepared = type("DataLoaderShard", (DataLoader,), {"__module__": "accelerate.data_loader"})
+    with pytest.raises(ConfigError, match=r"loader is a DataLoaderShard of accelerate's, .* leave loader= out"):
+        cursor(prepared([1, 2]))
+
+
 class Forever:
     """Never ends, and draws the order of each inner pass in the middle of the training."""
 

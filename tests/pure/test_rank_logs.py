@@ -10,9 +10,23 @@ import pytest
 from resilient_train.launch.agent.logs import Logs
 
 
-def job_of(folder: Path) -> Any:
+def job_of(folder: Path, *quiet: tuple[int, str]) -> Any:
     prefixed = frozenset({(0, "stderr")})
-    return SimpleNamespace(log_dir=folder, quiet=frozenset(), prefixed=prefixed, role="r", log_prefix="[${rank}] ")
+    return SimpleNamespace(log_dir=folder, quiet=frozenset(quiet), prefixed=prefixed, role="r", log_prefix="[${rank}] ")
+
+
+def test_of_a_quiet_rank_the_lines_of_this_package_are_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    logs = Logs(job_of(tmp_path, (1, "stdout"), (1, "stderr")))
+    streams = logs.open(1, 0)
+    os.write(streams.out, b"its own\nresilient_train: printed by the script\n")
+    os.write(streams.err, b"its own\nresilient_train: lo")
+    logs.show_new()
+    os.write(streams.err, b"st\nits own\nand no end")
+    for each in streams:
+        os.close(each)
+    logs.close(1, 0)
+    logs.finish()
+    assert capfd.readouterr() == ("", "resilient_train: lost\n")
 
 
 def test_a_run_shows_what_it_has_written_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

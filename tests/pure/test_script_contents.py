@@ -29,7 +29,6 @@ import pytest
 import torch
 
 from resilient_train.session.reading import script_contents
-from resilient_train.session.reading.scope import LOOP
 from resilient_train.session.reading.script_contents import changed, contents_of
 
 pytestmark = pytest.mark.usefixtures("as_in_a_fork")  # a look ends after a second, the collector's work counted
@@ -419,9 +418,10 @@ def test_what_gets_another_name_has_not_changed() -> None:
 def test_variables_of_the_loop_and_of_functions_around_it_are_told_apart() -> None:
     script = Script("x = Meter()", "pass")
     holders = list[Any]()
-    contents_of([script.at_step(), sys._getframe()], lambda part: holders.append((part.holder, part.name)) or True)
-    assert (LOOP, "x") in holders
-    assert ("", "holders") in holders
+    step = script.at_step()
+    contents_of([step, sys._getframe()], lambda part: holders.append((part.holder, part.name)) or True)
+    assert (step.f_code, "x") in holders
+    assert (sys._getframe().f_code, "holders") in holders
 
 
 def test_a_class_of_a_module_that_is_not_listed() -> None:

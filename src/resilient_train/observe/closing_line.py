@@ -46,7 +46,7 @@ def missed(events: Sequence[Event], plan: Sequence[Injection]) -> str:
     shown = "; ".join(each.describe() for each in left[:_SHOWN])
     shown += f"; and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
     why = "the job did not come to the step, or that step not to the place (in what torch.compile has compiled there "
-    why += "is none"
+    why += "is none, nor in a backward pass that gives the model's middle parameter no gradient"
     if any(each.phase == "APPLIED" for each in left):
         why += "; APPLIED is none where a Session has undo=True"
     why += ")"
@@ -57,8 +57,10 @@ def missed(events: Sequence[Event], plan: Sequence[Injection]) -> str:
 
 
 def _had_ended(clause: Injection, events: Sequence[Event]) -> bool:
-    """Whether a later process took the place of the one that it is for."""
-    return any(each.rank == clause.rank and (each.incarnation or 0) > clause.incarnation for each in events)
+    """Whether a later process took the place of the one that it is for, which is not seen to have come to the step."""
+    of_rank = [each for each in events if each.rank == clause.rank]
+    came = any(each.incarnation == clause.incarnation and (each.step or 0) >= clause.step for each in of_rank)
+    return not came and any((each.incarnation or 0) > clause.incarnation for each in of_rank)
 
 
 def _progress(events: Sequence[Event]) -> str:

@@ -58,6 +58,10 @@ class JsonLines:
             self._descriptor = -1
 
 
+ASIDE = "resilient_train: "
+"""How each line of this package begins that a rank writes."""
+
+
 def open_to_append(path: Path) -> int:
     """A descriptor of a file of this user's alone, at its end. Raises OSError."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -66,7 +70,7 @@ def open_to_append(path: Path) -> int:
 def say_aside(text: str) -> None:
     """A line on standard error, which may lie on a full disk, or be closed: then nobody hears it, and nothing ends."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(f"resilient_train: {text}", file=sys.stderr, flush=True)
+        print(f"{ASIDE}{text}", file=sys.stderr, flush=True)
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Event]:

@@ -243,7 +243,8 @@ class Driver:
 
     def step_made(self, call: BodyCall | None = None, again: GivenAgain | None = None) -> None:
         """Called behind each step, by the loop itself or for that ``call``."""
-        self._kept_beside.step_made(call, again, recovered=self._recovered)
+        recovered, self._recovered = self._recovered, False
+        self._kept_beside.step_made(call, again, recovered=recovered)
 
     def look(self, arguments: Any, variables: Sequence[Any], *, plain: bool) -> bytes:
         """A body gets these, and reads those. See ``frameworks/roles.Data``."""

@@ -1,8 +1,9 @@
-"""What a script keeps from step to step beside the Session: told by rank 0, behind the first recovery.
+"""What a script keeps from step to step beside the Session: told by rank 0, behind each recovery, each name once.
 
 Two things find it: the text of the loop (``reading/flow.py``), and what the script's objects hold behind two steps
 (``reading/script_contents.py``). For the second, each process of rank 0 looks once behind its first step, which costs
-20 to 30 ms, and once more when it tells.
+20 to 30 ms, and once more when it tells. It does so behind later recoveries too: what begins to change late (behind a
+warm-up), or in another loop, was not there to be told of before.
 """
 
 from __future__ import annotations
@@ -32,31 +33,31 @@ class KeptBeside:
 
     def __init__(self, notices: Notices, objects: Objects, cursor: Cursor, window: Window) -> None:
         self._notices, self._objects, self._cursor, self._window = notices, objects, cursor, window
-        self._looks = 0
         self._first: ScriptContents | None = None
+        self._has_looked = self._is_due = False
+        """``_is_due``: there was a recovery, of which not all is told."""
         self._told = set[str]()
-        self._ends = not notices.is_speaker
-        """There is nothing more to tell."""
 
     def step_made(self, call: BodyCall | None, again: GivenAgain | None, *, recovered: bool) -> None:
-        """The loop stands behind a step, of its own or made by that ``call``. ``recovered``: a rank was replaced, or a
-        step has run again.
+        """The loop stands behind a step, of its own or made by that ``call``. ``recovered``: since the last one a rank
+        was replaced, or a step has run again.
         """
-        if self._ends or (self._looks and not recovered):
+        self._is_due |= recovered
+        if not self._notices.is_speaker or (self._has_looked and not self._is_due):
             return
         frames, texts, seen = [*script_place.frames()], Texts(), set[Key]()
-        self._looks += 1
-        if self._looks == 1:  # a new process is told of by its text; with the next step there are two looks
+        is_first, self._has_looked = not self._has_looked, True
+        if is_first:
             self._first = self._tried(lambda: contents_of(frames, self._is_read()))
-        self._ends = self._looks > 1 or not frames
-        if not recovered or not frames:
+        if not self._is_due or not frames:
             return
+        self._is_due = is_first  # a new process is told of by its text; with the next step there are two looks
         own = self._tried(lambda: own_of(self._objects, self._cursor.sources(), self._window.settled(), texts))
         if own is None:
             return
         loader, first = self._cursor.loader, self._first
-        found = self._tried(lambda: carried_at(frames[0], own, loader, texts, call, again, seen))
-        if self._ends and first is not None:
+        found = self._tried(lambda: carried_at(frames, own, loader, texts, call, again, seen))
+        if not is_first and first is not None:
             more = self._tried(lambda: self._changed(first, frames, KnownObjects(*own, [loader]), seen))
             found = and_also(found, more)
         self._tell(found)
@@ -70,6 +71,9 @@ class KeptBeside:
             return None
 
     def _unread(self, why: str) -> None:
+        if why in self._told:
+            return
+        self._told.add(why)
         self._notices.event("loop_unread", {"error": why})
         self._notices.say(
             f"some of what this script keeps from step to step could not be found out ({short(why)}), so nothing is "

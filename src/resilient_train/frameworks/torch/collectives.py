@@ -287,8 +287,8 @@ def _check_thread(verb: str) -> None:
     if names and _pass_under_way() == _NO_PASS:
         raise UsageError(
             f"{line()}: {verb} was called on thread {names[0]!r}, and not on that of the loop: a fault would come at "
-            "another place there on each rank, and could not be repaired; call it in the loop, or on a group that has "
-            "no part in this job's torch.distributed"
+            "another place there on each rank, and could not be repaired; call it in the loop (dcp.save in place of "
+            "dcp.async_save), or on a group that has no part in this job's torch.distributed"
         )
 
 

@@ -293,7 +293,12 @@ class TorchState:
 
     def check(self, *, around: bool = True) -> None:
         models = self._objects.models
-        if told := self._misplaced() or admission.goes_on(models) or (around and admission.cast_once(models)):
+        if (
+            told := self._misplaced()
+            or admission.goes_on(models)
+            or admission.reads_in_cpp(models)
+            or (around and admission.cast_once(models))
+        ):
             raise StateError(told)
         for path, tensor in flatten(self.tree(), TENSORS)[1].items():
             if is_sharded(tensor) and path[0] not in ("model", "optimizer"):

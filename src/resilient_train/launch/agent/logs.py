@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from resilient_train.launch.agent.console import Console
 from resilient_train.launch.spec import JobSpec
+from resilient_train.observe.sinks import ASIDE
 
 _CHUNK_BYTES = 1 << 16
 _LAST_S = 1.0
@@ -33,11 +34,12 @@ class Streams(NamedTuple):
 class _Follower:
     """One log file being shown, from its end: runs before this one in the same directory have shown the rest."""
 
-    def __init__(self, path: Path, target: Console, prefix: bytes) -> None:
+    def __init__(self, path: Path, target: Console, prefix: bytes, only: bytes) -> None:
+        """``only``: how the lines begin that are shown."""
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         os.lseek(self._descriptor, 0, os.SEEK_END)
         self._target = target
-        self._prefix = prefix
+        self._prefix, self._only = prefix, only
         self._partial = b""
 
     def show_new(self) -> bool:
@@ -53,16 +55,19 @@ class _Follower:
         return False
 
     def _show(self, data: bytes) -> None:
-        if not self._prefix:
+        if not (self._prefix or self._only):
             self._target.write(data)
             return
         *lines, self._partial = (self._partial + data).split(b"\n")
-        self._target.write(b"".join(self._prefix + line + b"\n" for line in lines))
+        self._write(lines)
+
+    def _write(self, lines: list[bytes]) -> None:
+        self._target.write(b"".join(self._prefix + line + b"\n" for line in lines if line.startswith(self._only)))
 
     def close(self) -> None:
         """Shows a last line that has no end."""
         if self._partial:
-            self._target.write(self._prefix + self._partial + b"\n")
+            self._write([self._partial])
         os.close(self._descriptor)
 
     def finish(self) -> None:
@@ -105,10 +110,12 @@ class Logs:
             nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
             self.say(f"resilient-run: what rank {rank} says on {name} is lost: {path}: {error}")
             return nothing
-        if (rank, name) not in self._job.quiet:
+        # Lines that say what became of the training are for whoever looks at the console, whatever else stays off it.
+        only = ASIDE.encode() if (rank, name) in self._job.quiet else b""
+        if name == "stderr" or not only:
             prefix = self._prefix(rank) if (rank, name) in self._job.prefixed else b""
             with contextlib.suppress(OSError):  # it is in the file all the same
-                followers.append(_Follower(path, target, prefix))
+                followers.append(_Follower(path, target, prefix, only))
         return descriptor
 
     def folder(self, rank: int) -> Path:

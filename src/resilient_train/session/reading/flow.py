@@ -20,7 +20,7 @@ from resilient_train.session.reading.names import (
     prefixes,
     split_name,
 )
-from resilient_train.session.reading.scope import LOOP, Key, Scope
+from resilient_train.session.reading.scope import Key, Scope
 from resilient_train.session.reading.static_lookup import (
     CONTAINERS,
     FUNCTIONS,
@@ -159,7 +159,8 @@ class Flow:
         this text does not name (a function in a function, another name of one of them).
         """
         keys = {*self._written, *self._changed, *self._set}
-        own = {(id(LOOP), name) if holder == id(self._scope) else (holder, name) for holder, name in keys}
+        code = id(self._scope.code)
+        own = {(code if holder == id(self._scope) else holder, name) for holder, name in keys}
         return own | {(container, "") for container in (*self._filled, *self._anew_first)}
 
     def _read_behind(self) -> set[int]:

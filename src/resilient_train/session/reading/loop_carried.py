@@ -14,7 +14,8 @@ and tensors and containers that a step changes in place, if it reads anything of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import CO_GENERATOR
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -111,7 +112,7 @@ def body_carried(
 
 
 def carried_at(
-    frame: FrameType,
+    frames: Sequence[FrameType],
     own: Registration,
     loader: object,
     texts: Texts,
@@ -119,17 +120,28 @@ def carried_at(
     again: GivenAgain | None,
     seen: set[Key],
 ) -> LoopCarried | None:
-    """Of the loop in ``frame`` that draws the steps; or that makes the ``call``, of its body too, and of what calls are
-    given ``again``. ``seen``: see ``loop_carried``.
+    """Of the loop in ``frames``, the innermost first, that draws the steps; or of all that are around the ``call``, of
+    its body too, and of what calls are given ``again``. ``seen``: see ``loop_carried``.
     """
-    found = None
-    if call is None or script_place.is_users(frame.f_code.co_filename):
-        found = loop_carried(frame, *own, [loader], each=call is not None, texts=texts, seen=seen)
+    found, each = None, call is not None
+    for frame in _of_loops(frames, texts, each=each):
+        found = and_also(found, loop_carried(frame, *own, [loader], each=each, texts=texts, seen=seen))
     if call is not None and again is not None:
         found = and_also(found, body_carried(call.body, *own, given=again.lasting(call), texts=texts, seen=seen))
         if again.results:
             found = and_also(found, LoopCarried(("what session.call returns",), script_place.line()))
     return found
+
+
+def _of_loops(frames: Sequence[FrameType], texts: Texts, *, each: bool) -> Iterator[FrameType]:
+    """Those in whose loops a step is made. A function that hands the steps on (``logger.log_every(session.steps(n))``)
+    draws them in a loop of its own, and the step is made in that of its caller.
+    """
+    for frame in frames:
+        if loops_at(frame, texts):
+            yield frame
+            if not each and not frame.f_code.co_flags & CO_GENERATOR:
+                return
 
 
 def and_also(found: LoopCarried | None, more: LoopCarried | None) -> LoopCarried | None:

@@ -21,16 +21,16 @@ from resilient_train.session.reading.static_lookup import (
 )
 
 Key = tuple[int, str]
-"""A variable: the object (or the namespace) that holds it, and what it is called there."""
-LOOP = object()
-"""Holds the variables of the function that the loop is in."""
+"""A variable: the object (or the namespace) that holds it, and what it is called there. Those of a function that runs:
+its code.
+"""
 
 
 class Scope:
     """Where names are looked up: in the loop's own function, or in one that it calls."""
 
     def __init__(self, code: CodeType, names: dict[str, Any], values: dict[str, Any]) -> None:
-        self.globals, self.values, self.where = names, values, ""
+        self.code, self.globals, self.values, self.where = code, names, values, ""
         self.first = code.co_varnames[0] if code.co_argcount else ""
         its_own = (*code.co_varnames, *code.co_cellvars, *code.co_freevars) if code.co_flags & CO_OPTIMIZED else ()
         self._holders = dict.fromkeys(its_own, id(self))

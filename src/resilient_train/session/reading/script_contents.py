@@ -42,7 +42,6 @@ import numpy as np
 
 from resilient_train import script_place
 from resilient_train.frame_variables import is_function, variables
-from resilient_train.session.reading.scope import LOOP
 from resilient_train.session.reading.static_lookup import (
     FUNCTIONS,
     MODULES,
@@ -299,7 +298,7 @@ def _variables_of(running: list[FrameType]) -> Iterator[HeldPart]:
         yield from _variables(frame.f_globals, frame.f_globals, "")
     for frame in reversed(running):
         if is_function(frame):
-            yield from _variables(variables(frame), LOOP if frame is running[0] else "", "")
+            yield from _variables(variables(frame), frame.f_code, "")
 
 
 def _variables(names: dict[str, Any], holder: Any, before: str) -> Iterator[HeldPart]:

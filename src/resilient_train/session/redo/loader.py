@@ -82,6 +82,12 @@ class Cursor:
                 f"loader is a {type(loader).__qualname__}, which can't be started again, so no process finds its place "
                 "in it: give the loader itself, or an object whose __iter__ makes a new one (docs/how-to/load-data.md)"
             )
+        if any(each.__module__.partition(".")[0] == "accelerate" for each in type(loader).__mro__):
+            raise ConfigError(
+                f"loader is a {type(loader).__qualname__} of accelerate's, which communicates as a pass begins, and is "
+                "a batch ahead: leave loader= out, loop over it yourself, and give the bodies to session.call "
+                "(docs/how-to/trainers.md)"
+            )
         self.loader = loader
         self._data = data
         self._stateful = callable(getattr(loader, "state_dict", None)) and callable(

@@ -14,6 +14,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.roles import Objects
@@ -83,6 +84,22 @@ def goes_on(models: Iterable[torch.nn.Module]) -> str:
                         f"{type(state).__qualname__}, which goes on from step to step and can't be put back after a "
                         "fault: leave that hook out"
                     )
+    return ""
+
+
+def reads_in_cpp(models: Iterable[torch.nn.Module]) -> str:
+    """Which model has torch's own FP16 hook; empty: none. That reads what comes of a collective in C++, as a list of
+    tensors, and a work that can be left (``guarded_works.py``) is completed from Python. DDP doesn't list it.
+    """
+    for model in models:
+        for name, module in model.named_modules():
+            told = module._get_ddp_logging_data() if isinstance(module, DistributedDataParallel) else {}
+            if "FP16_COMPRESS" in told.get("comm_hook", ""):
+                return (
+                    f"model: {name or type(model).__qualname__!r} has torch's built-in FP16_COMPRESS as its "
+                    "communication hook, which a group that is rebuilt after a fault can't serve: "
+                    "register_comm_hook(None, default_hooks.fp16_compress_hook) gives the same bits"
+                )
     return ""
 
 

@@ -93,7 +93,7 @@ def reads_in_cpp(models: Iterable[torch.nn.Module]) -> str:
     """
     for model in models:
         for name, module in model.named_modules():
-            told = module._get_ddp_logging_data() if isinstance(module, DistributedDataParallel) else {}
+            told: Any = module._get_ddp_logging_data() if isinstance(module, DistributedDataParallel) else {}  # type: ignore[no-untyped-call] # torch's
             if "FP16_COMPRESS" in told.get("comm_hook", ""):
                 return (
                     f"model: {name or type(model).__qualname__!r} has torch's built-in FP16_COMPRESS as its "

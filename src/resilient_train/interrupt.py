@@ -46,7 +46,7 @@ _WAITS = frozenset({"Condition.wait", "Thread._wait_for_tstate_lock"})
 
 
 class Interrupt:
-    """The main thread's side. ``available`` is False when the Session runs in another thread: Python runs signal
+    """The main thread's side. ``available`` is False when the loop runs in another thread: Python runs signal
     handlers only in the main one, so such a loop notices a fault at its next collective or step.
     """
 
@@ -61,7 +61,8 @@ class Interrupt:
         """The body that runs was interrupted, unless somebody has caught it: see ``insist``."""
 
     def install(self) -> None:
-        """Takes the signal; a handler that the user had set still runs."""
+        """Takes the signal; a handler that the user had set still runs. To be called by the loop's thread."""
+        self.available = threading.current_thread() is threading.main_thread()
         if self.available:
             self._beneath = _whole_calls(inspect.currentframe())  # a loop that runs in an import must be interruptible
             self._previous = signal.signal(SIGNAL, self._on_signal)

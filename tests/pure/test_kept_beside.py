@@ -166,3 +166,59 @@ def test_what_can_not_be_looked_at_takes_nothing_from_the_text(monkeypatch: pyte
     assert told.names == [("total",)]
     assert told.events == [("loop_unread", {"error": "TypeError: an object"})]
     assert "could not be found out (TypeError: an object)" in told.said
+
+
+def test_a_loop_may_have_no_statement_of_its_own() -> None:
+    told = Told()
+    kept = beside(told)
+
+    def steps() -> Iterator[int]:
+        for step in range(3):
+            yield step
+            kept.step_made(None, None, recovered=step > 1)
+
+    def train(step: int) -> float:
+        global AVERAGE_OF_STEPS
+        AVERAGE_OF_STEPS = 0.9 * AVERAGE_OF_STEPS + step
+        return AVERAGE_OF_STEPS
+
+    for run in (
+        lambda: sum(train(step) for step in steps()),
+        lambda: sum(map(train, steps())),
+    ):
+        told.names.clear()
+        kept = beside(told)
+        run()
+        assert told.names == [("AVERAGE_OF_STEPS in train",)]
+    told.names.clear()
+    kept = beside(told)
+    for _ in map(train, steps()):
+        pass
+    assert told.names == [("AVERAGE_OF_STEPS in train",)]
+
+
+AVERAGE_OF_STEPS = 0.0
+
+
+def test_the_function_that_draws_a_step_may_have_a_loop() -> None:
+    told, total = Told(), 0
+    kept = beside(told)
+
+    def steps() -> Iterator[int]:
+        for step in range(3):
+            yield step
+            kept.step_made(None, None, recovered=step > 1)
+
+    def drawn(source: Iterator[int]) -> int | None:
+        for _ in range(3):
+            try:
+                return next(source, None)
+            except OSError:
+                continue
+        return None
+
+    source = steps()
+    while (step := drawn(source)) is not None:
+        total += step
+    assert total == 3
+    assert told.names == [("source", "total")]  # this one is no Session's

@@ -21,12 +21,12 @@ def test_of_a_quiet_rank_the_lines_of_this_package_are_shown(tmp_path: Path, cap
     os.write(streams.out, b"its own\nresilient_train: printed by the script\n")
     os.write(streams.err, b"its own\nresilient_train: lo")
     logs.show_new()
-    os.write(streams.err, b"st\nits own\nand no end")
+    os.write(streams.err, b"st\nits own\n\r 4/14 |##  |resilient_train: found\nand no end")
     for each in streams:
         os.close(each)
     logs.close(1, 0)
     logs.finish()
-    assert capfd.readouterr() == ("", "resilient_train: lost\n")
+    assert capfd.readouterr() == ("", "resilient_train: lost\nresilient_train: found\n")
 
 
 def test_a_run_shows_what_it_has_written_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

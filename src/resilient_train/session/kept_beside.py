@@ -8,6 +8,7 @@ warm-up), or in another loop, was not there to be told of before.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
@@ -18,6 +19,7 @@ from resilient_train.frameworks.roles import Objects, Window
 from resilient_train.session.notices import Notices
 from resilient_train.session.reading.known_objects import KnownObjects, own_of
 from resilient_train.session.reading.loop_carried import LoopCarried, and_also, carried_at
+from resilient_train.session.reading.outer_loop import made_here
 from resilient_train.session.reading.scope import Key
 from resilient_train.session.reading.script_contents import HeldPart, ScriptContents, changed, contents_of
 from resilient_train.session.reading.static_lookup import Texts, can_change, is_object, reached_from
@@ -26,6 +28,7 @@ from resilient_train.session.redo.kept_calls import BodyCall
 from resilient_train.session.redo.loader import Cursor
 
 T = TypeVar("T")
+_ENTRY = re.compile(r"\[[^\]]*\]")
 
 
 class KeptBeside:
@@ -33,6 +36,7 @@ class KeptBeside:
 
     def __init__(self, notices: Notices, objects: Objects, cursor: Cursor, window: Window) -> None:
         self._notices, self._objects, self._cursor, self._window = notices, objects, cursor, window
+        self._made = made_here()
         self._first: ScriptContents | None = None
         self._has_looked = self._is_due = False
         """``_is_due``: there was a recovery, of which not all is told."""
@@ -56,7 +60,7 @@ class KeptBeside:
         if own is None:
             return
         loader, first = self._cursor.loader, self._first
-        found = self._tried(lambda: carried_at(frames, own, loader, texts, call, again, seen))
+        found = self._tried(lambda: carried_at(frames, self._made, own, loader, texts, call, again, seen))
         if not is_first and first is not None:
             more = self._tried(lambda: self._changed(first, frames, KnownObjects(*own, [loader]), seen))
             found = and_also(found, more)
@@ -97,9 +101,14 @@ class KeptBeside:
         return LoopCarried(tuple(names), script_place.line()) if names else None
 
     def _tell(self, found: LoopCarried | None) -> None:
-        if found is not None and (news := tuple(each for each in found.names if each not in self._told)):
-            self._told |= {*news}
+        if found is not None and (news := tuple(each for each in found.names if _place(each) not in self._told)):
+            self._told |= {*map(_place, news)}
             self._notices.carried(found._replace(names=news))
+
+
+def _place(name: str) -> str:
+    """Of entries all are one: a list of objects may have others that change each time."""
+    return _ENTRY.sub("[]", name)
 
 
 def _is_settled(part: HeldPart, known: KnownObjects, seen: set[Key]) -> bool:

@@ -35,7 +35,7 @@ class _Follower:
     """One log file being shown, from its end: runs before this one in the same directory have shown the rest."""
 
     def __init__(self, path: Path, target: Console, prefix: bytes, only: bytes) -> None:
-        """``only``: how the lines begin that are shown."""
+        """``only``: what is shown begins so, in each line that has it."""
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         os.lseek(self._descriptor, 0, os.SEEK_END)
         self._target = target
@@ -62,7 +62,8 @@ class _Follower:
         self._write(lines)
 
     def _write(self, lines: list[bytes]) -> None:
-        self._target.write(b"".join(self._prefix + line + b"\n" for line in lines if line.startswith(self._only)))
+        shown = (line[line.index(self._only) :] for line in lines if self._only in line)  # a progress bar has no end
+        self._target.write(b"".join(self._prefix + line + b"\n" for line in shown))
 
     def close(self) -> None:
         """Shows a last line that has no end."""

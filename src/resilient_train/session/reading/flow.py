@@ -80,6 +80,8 @@ _TAKES = ("pop", "popleft", "popitem", "setdefault")
 """Of containers; those of tensors end with one underscore."""
 _READS_ENTRY = ("get", "setdefault", "pop")
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_MAPS = ("map", "filter", "starmap", "takewhile", "dropwhile", "filterfalse", "accumulate")
+"""In the head of a loop these call what they are given once for each pass."""
 _EACH = "[each]"
 """All tensors of a container: a key of what is sure."""
 Stored = dict[int, str]
@@ -181,6 +183,8 @@ class Flow:
         through = {name: self._scope.path(name)[-1] for name in names}
         self._registered.add_loaders(each for each in through.values() if held(each, "dataset") is not UNKNOWN)
         for call in ast.walk(iterable):
+            if isinstance(call, ast.Call) and name_of(call.func).rpartition(".")[2] in _MAPS:
+                self._follow_given(call)
             if isinstance(call, ast.Call) and name_of(call.func) == "zip" and any(map(self._is_steps, call.args)):
                 beside = [each for each in call.args if not (self._is_steps(each) or self._is_known(each))]
                 self._changed |= {(id(each), ""): ast.unparse(each) for each in beside if not _repeats(each)}
@@ -702,13 +706,18 @@ class Flow:
                 self.follow([*hooks_of(part), *(functions_of(part) if part is not value else ())])
             if name.endswith(".step"):
                 self.follow(hooks_of(owner))
-        for argument in (*node.args, *(each.value for each in node.keywords)):  # an optimizer's closure, for instance
+        self._follow_given(node)
+
+    def _follow_given(self, node: ast.Call) -> None:
+        """An optimizer's closure, for instance."""
+        is_step = name_of(node.func).endswith(".step")
+        for argument in (*node.args, *(each.value for each in node.keywords)):
             given = name_of(argument)
-            if given and scope.is_whole(given):
-                *around, value = scope.path(given)
+            if given and self._scope.is_whole(given):
+                *around, value = self._scope.path(given)
                 owner = around[-1] if around else UNKNOWN
                 self.follow(functions_of(value, owner) if type(value) in FUNCTIONS else ())
-                self.follow(steps_of(value) if name.endswith(".step") else ())  # a scaler's
+                self.follow(steps_of(value) if is_step else ())  # a scaler's
 
     def follow(self, called: Iterable[CalledFunction], node: ast.Call | None = None) -> None:
         """As if their texts stood here; ``node`` calls them, or it is not known how they are called."""

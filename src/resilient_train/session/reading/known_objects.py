@@ -128,8 +128,10 @@ def own_of(objects: Objects, sources: Iterable[object], settled: Settled, texts:
     known = [each for each in (*objects.schedulers, objects.scaler, *sources, *whole) if each is not None]
     known += [part for one in registered if not leaves_out(one) for part in given_by(one)]
     known += [group for each in objects.optimizers for group in each.param_groups]
+    modules = [part for model in objects.models for part in all_parts(model)]
+    partly_given = [(each, names) for each in modules if (names := given_names(each, texts, "get_extra_state"))]
     others = [pair for one in registered for pair in getattr(type(one), _OF_OTHERS, lambda _: ())(one)]
-    return Registration(known, (*objects.models, *loose), [*settled, *partly, *others])
+    return Registration(known, (*objects.models, *loose), [*settled, *partly, *partly_given, *others])
 
 
 def leaves_out(thing: Any) -> bool:
@@ -140,10 +142,12 @@ def leaves_out(thing: Any) -> bool:
     return of_torch or (held(thing, "state_dict") is not UNKNOWN and not thing.state_dict())
 
 
-def given_names(thing: Any, texts: Texts) -> frozenset[str] | None:
-    """The attributes that the text of its ``state_dict()`` names; None if it is not the user's, or may give others."""
+def given_names(thing: Any, texts: Texts, verb: str = "state_dict") -> frozenset[str] | None:
+    """The attributes that the text of its ``state_dict()``, or other ``verb``, names; None if it is not the user's, or
+    may give others.
+    """
     names = set[str]()
-    for function, owner in functions_of(held(thing, "state_dict"), thing):
+    for function, owner in functions_of(held(thing, verb), thing):
         code = function.__code__
         text = texts.function(code, function.__globals__)
         if text is None or owner is not thing or not code.co_argcount:

@@ -14,16 +14,17 @@ and tensors and containers that a step changes in place, if it reads anything of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from inspect import CO_GENERATOR
-from types import FrameType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import CO_ASYNC_GENERATOR, CO_GENERATOR
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from resilient_train import script_place
 from resilient_train.frame_variables import variables
 from resilient_train.session.reading.flow import Flow
 from resilient_train.session.reading.known_objects import KnownObjects, Registration, Settled
-from resilient_train.session.reading.names import Loop, loops_at, names_behind
+from resilient_train.session.reading.names import Loop, loops_at, names_behind, statement_at
+from resilient_train.session.reading.outer_loop import Made, was_around
 from resilient_train.session.reading.scope import Key, Scope
 from resilient_train.session.reading.static_lookup import (
     Texts,
@@ -65,18 +66,18 @@ def loop_carried(
     settled: Settled = (),
     loaders: Iterable[object] = (),
     *,
-    each: bool = False,
+    loops: Sequence[Loop] | None = None,
     texts: Texts | None = None,
     seen: set[Key] | None = None,
 ) -> LoopCarried | None:
-    """Of the innermost loop that runs in ``frame`` (of ``each`` one); None if it keeps nothing, or its text can't be
+    """Of the loops that run in ``frame``, or these ``loops`` of them; None if they keep nothing, or their text can't be
     read. ``known`` objects, and what is written as theirs, are left out; so are ``models``, but for numbers in their
     attributes, which no ``state_dict()`` has, and which are not in ``settled``. ``loaders`` read what they reach. To
     ``seen`` is added what the text writes.
     """
     found, texts = None, texts or Texts()
-    loops, registered = loops_at(frame, texts), KnownObjects(known, models, settled, loaders)
-    for loop in reversed(loops if each else loops[-1:]):
+    registered = KnownObjects(known, models, settled, loaders)
+    for loop in reversed(loops_at(frame, texts) if loops is None else loops):
         flow = Flow(Scope(frame.f_code, frame.f_globals, {**frame.f_globals, **variables(frame)}), registered, texts)
         flow.behind = names_behind(loop, frame, texts)
         found = and_also(found, _carried_by(loop, flow, frame.f_code.co_filename, seen))
@@ -113,6 +114,7 @@ def body_carried(
 
 def carried_at(
     frames: Sequence[FrameType],
+    made: Made,
     own: Registration,
     loader: object,
     texts: Texts,
@@ -120,12 +122,13 @@ def carried_at(
     again: GivenAgain | None,
     seen: set[Key],
 ) -> LoopCarried | None:
-    """Of the loop in ``frames``, the innermost first, that draws the steps; or of all that are around the ``call``, of
-    its body too, and of what calls are given ``again``. ``seen``: see ``loop_carried``.
+    """Of the loops in ``frames``, the innermost first, in which a step is made; of a ``call`` its body too, and what
+    calls are given ``again``. Those around the place where the Session was ``made`` are left out. ``seen``: see
+    ``loop_carried``.
     """
-    found, each = None, call is not None
-    for frame in _of_loops(frames, texts, each=each):
-        found = and_also(found, loop_carried(frame, *own, [loader], each=each, texts=texts, seen=seen))
+    found = None
+    for frame, loops in _around(frames, made, texts):
+        found = and_also(found, loop_carried(frame, *own, [loader], loops=loops, texts=texts, seen=seen))
     if call is not None and again is not None:
         found = and_also(found, body_carried(call.body, *own, given=again.lasting(call), texts=texts, seen=seen))
         if again.results:
@@ -133,15 +136,21 @@ def carried_at(
     return found
 
 
-def _of_loops(frames: Sequence[FrameType], texts: Texts, *, each: bool) -> Iterator[FrameType]:
-    """Those in whose loops a step is made. A function that hands the steps on (``logger.log_every(session.steps(n))``)
-    draws them in a loop of its own, and the step is made in that of its caller.
+def _around(frames: Sequence[FrameType], made: Made, texts: Texts) -> list[tuple[FrameType, list[Loop]]]:
+    """The loops around a step. The function that draws it may have one of its own (``logger.log_every(steps)``), and be
+    called in that of the training; or there is none, and a statement goes through all (``sum(map(train, steps))``).
     """
-    for frame in frames:
-        if loops_at(frame, texts):
-            yield frame
-            if not each and not frame.f_code.co_flags & CO_GENERATOR:
-                return
+    around = [[each for each in loops_at(frame, texts) if not was_around(each, frame, made)] for frame in frames]
+    trains = [number for number, frame in enumerate(frames) if not _hands_on(frame.f_code)]
+    if trains and not any(around[number] for number in trains):
+        around[trains[0]] = statement_at(frames[trains[0]], texts)
+    return [*zip(frames, around, strict=True)]
+
+
+def _hands_on(code: CodeType) -> bool:
+    """It is a generator's, or a comprehension's."""
+    is_generator = code.co_flags & (CO_GENERATOR | CO_ASYNC_GENERATOR)
+    return bool(is_generator) or (code.co_name.startswith("<") and code.co_name != "<module>")
 
 
 def and_also(found: LoopCarried | None, more: LoopCarried | None) -> LoopCarried | None:

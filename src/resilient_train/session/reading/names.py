@@ -23,6 +23,16 @@ def loops_at(frame: FrameType, texts: Texts) -> list[Loop]:
     return sorted(around, key=lambda loop: loop.lineno)
 
 
+def statement_at(frame: FrameType, texts: Texts) -> list[Loop]:
+    """The simple statement that runs there, as the body of a loop; none where its text can't be read."""
+    scope = texts.function(frame.f_code, frame.f_globals) or texts.tree(frame.f_code, frame.f_globals)
+    line, found = frame.f_lineno or 0, list[Loop]()
+    for each in in_scope(scope) if scope is not None else ():
+        if isinstance(each, ast.stmt) and not hasattr(each, "body") and lasts_at(each, line):
+            found = [ast.copy_location(ast.While(test=ast.Constant(True), body=[each], orelse=[]), each)]
+    return found
+
+
 def names_behind(loop: Loop, frame: FrameType, texts: Texts) -> set[str]:
     """What the code behind it reads, in the same function, before that code has written it."""
     tree = texts.function(frame.f_code, frame.f_globals) or texts.tree(frame.f_code, frame.f_globals)
@@ -112,9 +122,9 @@ def in_scope(scope: ast.AST) -> Iterator[ast.AST]:
             yield from in_scope(child)
 
 
-def lasts_at(loop: Loop, line: int) -> bool:
-    """Whether it is in the loop."""
-    return loop.lineno <= line <= (loop.end_lineno or loop.lineno)
+def lasts_at(node: ast.stmt, line: int) -> bool:
+    """Whether it is in that loop, or other statement."""
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
 def name_of(node: ast.AST) -> str:

@@ -39,7 +39,7 @@ def loop_of_sessions(made: Made, texts: Texts) -> str:
 
 def _nearest(made: Made, texts: Texts, *, around_session: bool) -> str:
     for frame in script_place.frames():
-        loops = [each for each in loops_at(frame, texts) if _was_around(each, frame, made) is around_session]
+        loops = [each for each in loops_at(frame, texts) if was_around(each, frame, made) is around_session]
         if any(isinstance(each, _LEAVES) for loop in loops for each in in_scope(loop)):
             return ""
         around = [each for each in loops if isinstance(each, ast.For) and not _heads(each, frame.f_lineno or 0)]
@@ -48,7 +48,8 @@ def _nearest(made: Made, texts: Texts, *, around_session: bool) -> str:
     return ""
 
 
-def _was_around(loop: Loop, frame: FrameType, made: Made) -> bool:
+def was_around(loop: Loop, frame: FrameType, made: Made) -> bool:
+    """Whether the Session was made in it."""
     return frame.f_code in made and lasts_at(loop, made[frame.f_code])
 
 

@@ -301,9 +301,9 @@ class LoggedTail:
             instead = "what a replica has given stands" if stands else "a neutral element, or zeros, stand"
             so = ", if that was not a part of the model," if stands else ""
             told = (
-                f"rank {rank} died, lost memory, or ended its step, before it came to the {asked.verb} at {line()}: {instead} for "
-                f"its input, so{so} its result is not that of the undisturbed run, nor is what is computed from it "
-                "(docs/how-to/after-the-update.md)"
+                f"rank {rank} died, lost memory, or ended its step, before it came to the {asked.verb} at {line()}: "
+                f"{instead} for its input, so{so} its result is not that of the undisturbed run, nor is what is "
+                "computed from it (docs/how-to/after-the-update.md)"
             )
             if told not in self._told_missing:
                 self._told_missing.add(told)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 import msgspec
@@ -168,9 +168,18 @@ def unpack(packed: bytes, *, placed: bool = False) -> Any:
 _PAIRS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 
 
+def _pair_of(thing: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """How state is taken out of it, and put back."""
+    for take, put in _PAIRS:
+        taking, putting = getattr(thing, take, None), getattr(thing, put, None)
+        if callable(taking) and callable(putting):
+            return taking, putting
+    return None
+
+
 def check_has_state(what: str, thing: Any) -> None:
     """Raises ConfigError for a thing out of which state can't be taken, or into which it can't be put back."""
-    if any(all(callable(getattr(thing, method, None)) for method in pair) for pair in _PAIRS):
+    if _pair_of(thing) is not None:
         return
     kind = type(thing)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -181,15 +190,14 @@ def check_has_state(what: str, thing: Any) -> None:
 
 
 def state_of(thing: Any) -> Any:
-    """``state_dict()``, or ``get_state()`` of a torch.Generator. Raises ConfigError for a thing that has neither."""
-    for name in ("state_dict", "get_state"):
-        if callable(getattr(thing, name, None)):
-            return getattr(thing, name)()
-    raise ConfigError(
-        f"{type(thing).__qualname__} has neither state_dict() nor get_state(): its state can't be carried"
-    )
+    """``state_dict()``, or ``get_state()`` of a torch.Generator. Raises ConfigError for a thing that has no pair."""
+    if (pair := _pair_of(thing)) is None:
+        raise ConfigError(f"{type(thing).__qualname__} has no pair of methods by which its state can be carried")
+    return pair[0]()
 
 
 def restore_object(thing: Any, state: Any) -> None:
     """The inverse of ``state_of``."""
-    (thing.load_state_dict if callable(getattr(thing, "load_state_dict", None)) else thing.set_state)(state)
+    pair = _pair_of(thing)
+    assert pair is not None, type(thing)
+    pair[1](state)

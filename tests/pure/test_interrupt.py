@@ -55,6 +55,24 @@ def test_it_is_raised_in_plain_code_once(armed: Interrupt) -> None:
     strike()
 
 
+def test_a_loop_in_another_thread_than_the_session_was_made_in_takes_no_signal() -> None:
+    interrupt, failed = Interrupt(Watchdog()), list[BaseException]()  # type: ignore[arg-type]
+
+    def loop() -> None:
+        try:
+            interrupt.install()
+            interrupt.arm(0)
+            interrupt.remove()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    assert not failed
+    assert not interrupt.armed
+
+
 def test_what_is_made_at_the_first_use_is_made_whole(armed: Interrupt) -> None:
     """FSDP's first forward pass says first that it was there: one that was cut in it was never made up for."""
 

@@ -89,7 +89,7 @@ def watch(watcher: Watcher | None) -> None:
     _watcher = watcher
     if watcher is None:
         for name in [each for each, group in groups.items() if group.destroyed]:
-            del groups[name]
+            groups.pop(name).close_inner("it was destroyed")  # it may have been rebuilt since
 
 
 class _Alone:

@@ -6,11 +6,13 @@ import multiprocessing
 import os
 import signal
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 
+from pure.probe_rig import eventually
 from resilient_train.session import stop_delivery
 from resilient_train.session.driver import Driver
 from resilient_train.session.fail_stop import lost_worker
@@ -56,14 +58,33 @@ def test_workers_that_are_found_gone(codes: list[int | None], killed: bool) -> N
     assert bool(lost_worker(caught(_try_get_data))) is killed
 
 
+class Waits:
+    """A data set whose second sample does not come. ``begun``: is made when somebody asks for it."""
+
+    def __init__(self, begun: Path) -> None:
+        self.begun = begun
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            self.begun.touch()
+            signal.pause()
+        return index
+
+
 @pytest.mark.torch
-def test_the_iterator_of_torch_finds_them_so() -> None:
-    """A worker by ``forkserver`` is no child of this process."""
+def test_the_iterator_of_torch_finds_them_so(tmp_path: Path) -> None:
+    """A worker by ``forkserver`` is no child of this process. It is killed where it reads: between two samples it has a
+    lock that torch's iterator takes, without a limit, when that is let go.
+    """
     data = pytest.importorskip("torch").utils.data
-    context = multiprocessing.get_context("forkserver")
-    loader = iter(data.DataLoader([0] * 100, num_workers=1, multiprocessing_context=context))
+    context, begun = multiprocessing.get_context("forkserver"), tmp_path / "begun"
+    loader = iter(data.DataLoader(Waits(begun), num_workers=1, multiprocessing_context=context))
     next(loader)
     pid = loader._workers[0].pid
+    eventually(begun.exists)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises((RuntimeError, OSError, EOFError)) as raised:  # as far as it has come in handing over
         deque(loader, maxlen=0)

@@ -444,6 +444,9 @@ class Memory:
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value.clone()}
 
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
 
 def test_so_may_what_a_registered_object_holds_and_shows_copies_of() -> None:
     memory = Memory()

@@ -54,7 +54,7 @@ class Interrupt:
         self._watchdog = watchdog
         self.armed = False
         """Whether there is something to disarm."""
-        self.available = threading.current_thread() is threading.main_thread()
+        self.available = False
         self._previous: Any = None
         self._beneath = 0
         self._raised = False

@@ -19,6 +19,11 @@ def test_of_a_quiet_rank_the_lines_of_this_package_are_shown(tmp_path: Path, cap
     logs = Logs(job_of(tmp_path, (1, "stdout"), (1, "stderr")))
     streams = logs.open(1, 0)
     os.write(streams.out, b"its own\nresilient_train: printed by the script\n")
+    os.write(streams.err, b"\r 1/4 |# |" * 9_999 + b"resilient_")
+    logs.show_new()
+    (follower,) = logs._followers[1, 0]
+    assert len(follower._partial) < 99
+    os.write(streams.err, b"train: begun\n")
     os.write(streams.err, b"its own\nresilient_train: lo")
     logs.show_new()
     os.write(streams.err, b"st\nits own\n\r 4/14 |##  |resilient_train: found\nand no end")
@@ -26,7 +31,7 @@ def test_of_a_quiet_rank_the_lines_of_this_package_are_shown(tmp_path: Path, cap
         os.close(each)
     logs.close(1, 0)
     logs.finish()
-    assert capfd.readouterr() == ("", "resilient_train: lost\nresilient_train: found\n")
+    assert capfd.readouterr() == ("", "resilient_train: begun\nresilient_train: lost\nresilient_train: found\n")
 
 
 def test_a_run_shows_what_it_has_written_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

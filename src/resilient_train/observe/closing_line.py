@@ -59,8 +59,8 @@ def missed(events: Sequence[Event], plan: Sequence[Injection]) -> str:
 def _had_ended(clause: Injection, events: Sequence[Event]) -> bool:
     """Whether a later process took the place of the one that it is for, which is not seen to have come to the step."""
     of_rank = [each for each in events if each.rank == clause.rank]
-    came = any(each.incarnation == clause.incarnation and (each.step or 0) >= clause.step for each in of_rank)
-    return not came and any((each.incarnation or 0) > clause.incarnation for each in of_rank)
+    came = any(each.incarnation == clause.incarnation and each.step >= clause.step for each in of_rank)
+    return not came and any(each.incarnation > clause.incarnation for each in of_rank)
 
 
 def _progress(events: Sequence[Event]) -> str:

@@ -53,9 +53,11 @@ class KeptBeside:
         is_first, self._has_looked = not self._has_looked, True
         if is_first:
             self._first = self._tried(lambda: contents_of(frames, self._is_read()))
-        if not self._is_due or not frames:
+        if not self._is_due:
             return
         self._is_due = is_first  # a new process is told of by its text; with the next step there are two looks
+        if not frames:
+            return
         own = self._tried(lambda: own_of(self._objects, self._cursor.sources(), self._window.settled(), texts))
         if own is None:
             return

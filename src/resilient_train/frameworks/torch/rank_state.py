@@ -75,21 +75,19 @@ class TorchRankState:
 
     def restore(self, state: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> tuple[str, ...]:
         """In another process than that which packed it: one that has built the same model. Raises ProtocolError."""
-        packed = (state, tail.before, tail.after)
-        on_host, placed = ([self._read(each, placed=there) for each in packed] for there in (False, True))
-        mine, _, now = on_host
+        mine, was, now = (self._read(each) for each in (state, tail.before, tail.after))
         behind, moved = list(tail.own), {*mine["moved"], *now["moved"]}
         first = {key for key in now["buffers"] if self.buffers.is_as_built(key, mine["buffers"].get(key))}
         put: Mapping[str, Callable[[dict[str, Any]], None]] = {
             "buffers": lambda values: self.buffers.restore(values, moved),
             "extra_state": self._modules.restore,
         }
-        for kind, (mine, was, now) in {"buffers": on_host, "extra_state": placed}.items():
+        for kind in put:
             shared = {key: each for key, each in now[kind].items() if _alike(mine[kind], was[kind], key)}
             put[kind]({**mine[kind], **shared})
             # What is written for the first time may be another value on each rank, or the same on all.
             behind += [key for key in now[kind] if key not in shared or key not in was[kind] or key in first]
-        for name, each in placed[0]["extra"].items():
+        for name, each in mine["extra"].items():
             restore_object(self._extra[name], each)
         return tuple(behind)
 
@@ -109,14 +107,14 @@ class TorchRankState:
             return WrittenInTail(b"", b"", own)
         return WrittenInTail(pack(kept[0]), pack({**kept[1], **self._moved()}), own)
 
-    def _read(self, state: bytes, *, placed: bool = False) -> dict[str, Any]:
-        tree = dressed(unpack(state, placed=placed), self._held()) if state else {}
+    def _read(self, state: bytes) -> dict[str, Any]:
+        tree = dressed(unpack(state, placed=True), self._held()) if state else {}
         return {"buffers": {}, "moved": [], "extra_state": {}, "extra": {}, **tree}
 
     def adopt(self, state: bytes) -> None:
-        on_host, placed = (self._read(state, placed=there) for there in (False, True))
-        self.buffers.restore(on_host["buffers"], on_host["moved"])
-        self._modules.restore(placed["extra_state"])
+        tree = self._read(state)
+        self.buffers.restore(tree["buffers"], tree["moved"])
+        self._modules.restore(tree["extra_state"])
 
     def keep(self) -> None:
         """Remembers it, at the begin of a window."""

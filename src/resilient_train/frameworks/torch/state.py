@@ -126,8 +126,11 @@ class TorchState:
         self._built = layout_check.layout_of(objects.models)
         self._kept: list[list[_Settings]] = [[] for _ in objects.optimizers]
         self._kept_groups: list[Groups] = [[] for _ in objects.optimizers]
-        for name, thing in objects.extra.items():
-            check_has_state(f"state[{name!r}]", thing)
+        given = {f"state[{name!r}]": thing for name, thing in objects.extra.items()}
+        given |= {f"scheduler {number}": each for number, each in enumerate(objects.schedulers)}
+        given |= {"scaler": objects.scaler} if objects.scaler is not None else {}
+        for what, thing in given.items():
+            check_has_state(what, thing)
 
     def tree(self, *, core: bool = False, found: bool = False) -> dict[str, Any]:
         """The state as a tree of references. ``core``: only what ``params_digest`` covers, without buffers.

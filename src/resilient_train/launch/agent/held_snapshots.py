@@ -103,16 +103,8 @@ class HeldSnapshots:
         """
         async with self._opening:
             self._heard()
-            if self.vault is not None:
-                try:
-                    self._inventory()
-                except HolderSilentError:
-                    return
-                except VaultError as error:  # it is just dying: what it had open closes one by one, and this comes last
-                    self._lost(str(error))
-                else:
-                    return
-            if not self._kept:
+            self._look_after()
+            if self.vault is not None or not self._kept:
                 return
             try:
                 self._keep_to(self._connect(member=True))
@@ -121,6 +113,16 @@ class HeldSnapshots:
             except VaultError:
                 with contextlib.suppress(VaultError):  # then there is none
                     await self._find()
+
+    def _look_after(self) -> None:
+        """A holder that is just dying closes what it has one by one, and the member's connection may come last."""
+        if self.vault is not None:
+            try:
+                self._inventory()
+            except HolderSilentError:  # it may be only stopped
+                pass
+            except VaultError as error:
+                self._lost(str(error))
 
     def _keep_to(self, vault: Vault) -> None:
         """This process is a member from now on, so that the holder stays, and each has what the other had. Raises

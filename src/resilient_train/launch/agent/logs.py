@@ -59,6 +59,9 @@ class _Follower:
             self._target.write(data)
             return
         *lines, self._partial = (self._partial + data).split(b"\n")
+        if self._only:  # a progress bar may never end its line: of what is not shown nothing is kept
+            begin = self._partial.find(self._only)
+            self._partial = self._partial[begin if begin >= 0 else -len(self._only) :]
         self._write(lines)
 
     def _write(self, lines: list[bytes]) -> None:

@@ -114,6 +114,7 @@ class Registration(NamedTuple):
     settled: Settled
 
 
+_EXTRA = "get_extra_state"
 _OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
 """What of an optimizer's attributes comes back."""
 
@@ -129,7 +130,10 @@ def own_of(objects: Objects, sources: Iterable[object], settled: Settled, texts:
     known += [part for one in registered if not leaves_out(one) for part in given_by(one)]
     known += [group for each in objects.optimizers for group in each.param_groups]
     modules = [part for model in objects.models for part in all_parts(model)]
-    partly_given = [(each, names) for each in modules if (names := given_names(each, texts, "get_extra_state"))]
+    # Of thousands of modules most are torch's own, and few classes are the user's.
+    giving = {kind for kind, one in {id(type(e)): e for e in modules}.items() if functions_of(held(one, _EXTRA))}
+    own = [each for each in modules if id(type(each)) in giving]
+    partly_given = [(each, names) for each in own if (names := given_names(each, texts, _EXTRA))]
     others = [pair for one in registered for pair in getattr(type(one), _OF_OTHERS, lambda _: ())(one)]
     return Registration(known, (*objects.models, *loose), [*settled, *partly, *partly_given, *others])
 

@@ -144,7 +144,7 @@ def _around(frames: Sequence[FrameType], made: Made, texts: Texts) -> list[tuple
     trains = [number for number, frame in enumerate(frames) if not _hands_on(frame.f_code)]
     if trains and not any(around[number] for number in trains):
         around[trains[0]] = statement_at(frames[trains[0]], texts)
-    return [*zip(frames, around, strict=True)]
+    return [(frame, loops) for frame, loops in zip(frames, around, strict=True) if loops]
 
 
 def _hands_on(code: CodeType) -> bool:

@@ -168,19 +168,12 @@ def unpack(packed: bytes, *, placed: bool = False) -> Any:
 _PAIRS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 
 
-def _pair_of(thing: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """How state is taken out of it, and put back."""
+def _pair_of(thing: Any, what: str = "what is registered") -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """How state is taken out of it, and put back. Raises ConfigError where that can't be."""
     for take, put in _PAIRS:
         taking, putting = getattr(thing, take, None), getattr(thing, put, None)
         if callable(taking) and callable(putting):
             return taking, putting
-    return None
-
-
-def check_has_state(what: str, thing: Any) -> None:
-    """Raises ConfigError for a thing out of which state can't be taken, or into which it can't be put back."""
-    if _pair_of(thing) is not None:
-        return
     kind = type(thing)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     raise ConfigError(
@@ -189,15 +182,16 @@ def check_has_state(what: str, thing: Any) -> None:
     )
 
 
+def check_has_state(what: str, thing: Any) -> None:
+    """Raises ConfigError for a thing out of which state can't be taken, or into which it can't be put back."""
+    _pair_of(thing, what)
+
+
 def state_of(thing: Any) -> Any:
     """``state_dict()``, or ``get_state()`` of a torch.Generator. Raises ConfigError for a thing that has no pair."""
-    if (pair := _pair_of(thing)) is None:
-        raise ConfigError(f"{type(thing).__qualname__} has no pair of methods by which its state can be carried")
-    return pair[0]()
+    return _pair_of(thing)[0]()
 
 
 def restore_object(thing: Any, state: Any) -> None:
     """The inverse of ``state_of``."""
-    pair = _pair_of(thing)
-    assert pair is not None, type(thing)
-    pair[1](state)
+    _pair_of(thing)[1](state)

@@ -52,7 +52,7 @@ from resilient_train.session.comparisons.replica_comparison import Comparison
 from resilient_train.session.compute_clock import ComputeClock
 from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.drill_records import DrillRecords
-from resilient_train.session.explain import Explainer, asks_for_redo
+from resilient_train.session.explain import RAN_AGAIN, Explainer, asks_for_redo
 from resilient_train.session.fail_stop import fail_stop, lost_worker
 from resilient_train.session.from_replica import FromReplica, LoopsBegin
 from resilient_train.session.held_signal import HeldChildSignal
@@ -392,7 +392,7 @@ class Driver:
         self._engine.device.lend()
         self._drive(on.Enter())
 
-    def leave(self, step: Step, error: BaseException | None) -> bool:  # noqa: ARG002 - a Body is asked so
+    def leave(self, step: Step, error: BaseException | None) -> bool:
         """The body ended. True: the step will run again."""
         if self._is_fork:
             return False
@@ -416,6 +416,8 @@ class Driver:
         except DeviceError as failure:
             self._fail_stop(failure)
         self._take_back()
+        if event.how == "error" and step.attempt:
+            error.add_note(RAN_AGAIN.format(step=step.number))
         if event.how in ("error", "leaves"):
             self._pulse.leaving()
             self.outlive(error)

@@ -14,6 +14,14 @@ LEAVING = (KeyboardInterrupt, SystemExit, GeneratorExit)
 """By these a script is left on purpose. All else is an error, also what is no Exception: torch's CheckpointException is
 none.
 """
+RAN_AGAIN = (
+    "resilient_train: the body of step {step} ran again, since a fault had cut it: what it had written by then outside "
+    "of what is registered (variables, files, groups) was as the cut had left it (docs/how-to/loops.md)"
+)
+"""A note at the user's error: it may come of that, and neither the traceback nor the script shows it. One cut between
+``out, hidden = model(x, hidden)`` and ``hidden = hidden.detach()`` leaves a tensor with a graph that no backward pass
+can go through any more.
+"""
 
 
 class Explainer:

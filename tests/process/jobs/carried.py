@@ -79,6 +79,21 @@ for seed in (random.seed, np.random.seed, torch.manual_seed):
     seed(1000 + dist.get_rank())
 
 
+def wait_for_the_cut() -> None:
+    """The first rank, in its first process, dies when the last one waits here. Its death cuts the last one's body."""
+    link = read_link()
+    assert link is not None
+    waits = Path(link.run_dir, "waits")
+    if link.rank == 0 and not link.incarnation:
+        while not waits.exists():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if link.rank == dist.get_world_size() - 1:
+        waits.touch()
+        while True:
+            time.sleep(0.001)
+
+
 def plain(session: rt.Session) -> None:
     if asked.where != "hidden":
         X, Y = get_batch()  # fetch the very first batch
@@ -93,27 +108,14 @@ def plain(session: rt.Session) -> None:
                     loss.backward()
             if HIDDEN:
                 loss, hidden = model(*get_batch(), hidden)
+                if step.number == asked.cut_at and not step.attempt:
+                    wait_for_the_cut()
                 hidden = hidden.detach()
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if asked.where == "end":
                 X, Y = get_batch()
-
-
-def wait_for_the_cut() -> None:
-    """The first rank, in its first process, dies when the last one waits here. Its death cuts the last one's body."""
-    link = read_link()
-    assert link is not None
-    waits = Path(link.run_dir, "waits")
-    if link.rank == 0 and not link.incarnation:
-        while not waits.exists():
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if link.rank == dist.get_world_size() - 1:
-        waits.touch()
-        while True:
-            time.sleep(0.001)
 
 
 batch = rt.Carried(make=get_batch)

@@ -34,6 +34,24 @@ def test_of_a_quiet_rank_the_lines_of_this_package_are_shown(tmp_path: Path, cap
     assert capfd.readouterr() == ("", "resilient_train: begun\nresilient_train: lost\nresilient_train: found\n")
 
 
+def test_each_state_of_a_progress_bar_is_a_line_under_a_prefix(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logs = Logs(job_of(tmp_path))
+    streams = logs.open(0, 0)
+    os.write(streams.err, b"begun\r\n  0%\r 50%\r")
+    logs.show_new()
+    assert capfd.readouterr() == ("", "[0] begun\n[0]   0%\n")
+    os.write(streams.err, b"\n100%\r" + b"end")
+    for each in streams:
+        os.close(each)
+    logs.show_new()
+    assert capfd.readouterr() == ("", "[0]  50%\n[0] 100%\n")
+    logs.close(0, 0)
+    logs.finish()
+    assert capfd.readouterr() == ("", "[0] end\n")
+
+
 def test_a_run_shows_what_it_has_written_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The one before it in the same directory had files of the same names."""
     for run in ("first", "second"):

@@ -58,15 +58,17 @@ class _Follower:
         if not (self._prefix or self._only):
             self._target.write(data)
             return
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        if self._only:  # a progress bar may never end its line: of what is not shown nothing is kept
+        # Each state of a progress bar is a line, as torchrun has it: the bar shows at once, and nothing piles up here.
+        lines = (self._partial + data).splitlines(keepends=True)
+        self._partial = b"" if lines[-1].endswith(b"\n") else lines.pop()  # one that ends with \r may go on with \n
+        if self._only:  # dots, say: of what is not shown nothing is kept
             begin = self._partial.find(self._only)
             self._partial = self._partial[begin if begin >= 0 else -len(self._only) :]
         self._write(lines)
 
     def _write(self, lines: list[bytes]) -> None:
-        shown = (line[line.index(self._only) :] for line in lines if self._only in line)  # a progress bar has no end
-        self._target.write(b"".join(self._prefix + line + b"\n" for line in shown))
+        shown = (line[line.index(self._only) :] for line in lines if self._only in line)
+        self._target.write(b"".join(self._prefix + line.rstrip(b"\r\n") + b"\n" for line in shown))
 
     def close(self) -> None:
         """Shows a last line that has no end."""

@@ -471,4 +471,11 @@ def test_a_look_tells_one_batch_from_another() -> None:
         assert look(generator) != before[0]
         assert look([], [generator]) != before[1]
     assert look([], [object(), 3, [batch]]) == b"", "of variables data alone"
+    on_device = torch.zeros(3, device="meta")
+    before = look([on_device]), look([on_device], plain=False), look([], [on_device])
+    on_device.add_(1)
+    assert look([on_device]) != before[0], "what can't be read has a count of its writes"
+    assert (look([on_device], plain=False), look([], [on_device])) == before[1:], "which is this process's alone"
+    with torch.inference_mode():
+        assert look([torch.zeros(3, device="meta")]) != b"", "and this has none"
     assert look([], [batch]) != look([], [batch + 1])

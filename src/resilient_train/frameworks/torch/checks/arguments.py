@@ -55,12 +55,13 @@ def look(tree: Any, variables: Iterable[Any] = (), *, plain: bool = True) -> byt
     of generators of random numbers, and (``plain``) of numbers and texts; empty without any. What has a
     ``state_dict()`` is no data.
 
-    Of tensors in a device's memory, and of those that are no plain ones, shape and type alone: a look into a device's
-    memory would wait for the device. Of ``variables``, which may be anything, only tensors, arrays and generators
-    are looked at.
+    Of tensors in a device's memory, and of those that are no plain ones, shape and type alone, and (``plain``) how
+    often they were written, which is this process's own count: a look into a device's memory would wait for the device.
+    Of ``variables``, which may be anything, and also what is registered, which a redo writes, only tensors, arrays and
+    generators are looked at, and no such counts.
     """
-    data = (each for each in variables if isinstance(each, _DATA))
-    seen = b"".join(part for each in (tree, *data) for part in _seen(each, plain=plain))
+    data = (part for each in variables if isinstance(each, _DATA) for part in _seen(each, plain=False))
+    seen = b"".join((*_seen(tree, plain=plain), *data))
     return xxhash.xxh3_64_digest(seen) if seen else b""
 
 
@@ -73,6 +74,8 @@ def _seen(tree: Any, *, plain: bool, within: _Within | None = None) -> Iterator[
         yield f"{tuple(tree.shape)} {tree.dtype}".encode()
         if tree.is_cpu and tree.layout is torch.strided and type(tree) in {torch.Tensor, torch.nn.Parameter}:
             yield _elements(tree.detach())
+        elif plain and not (tree.is_inference() or isinstance(tree, torch.nn.Parameter)):  # a redo writes parameters
+            yield repr(tree._version).encode()
     elif isinstance(tree, np.ndarray):
         yield f"{tree.shape} {tree.dtype}".encode()
         if tree.dtype != object:

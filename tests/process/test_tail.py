@@ -205,3 +205,22 @@ def test_kills_at_random(tmp_path: Path, calm: Callable[..., Run], seed: int, st
 def steps_of(run_dir: Path, rank: int) -> int:
     path = run_dir / f"tail_rank{rank}.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize("ways", [(), ("--sent",)], ids=["DDP's", "by hand"])
+def test_buffers_that_a_lost_evaluation_makes_equal_are_rank_0s(
+    tmp_path: Path, undisturbed_of: Undisturbed, ways: tuple[str, ...]
+) -> None:
+    """DistributedDataParallel begins an evaluation with rank 0's buffers, and not the step behind it. Rank 0's own stay
+    as they were, so nothing there says that others were written. It may be lost itself, before it has given them.
+    """
+    places = ["rank=1 step=2 phase=UPDATING", "rank=1 step=5 phase=APPLIED at=end"]
+    if not ways:  # what a script would have sent, nobody knows
+        places += ["rank=0 step=8 phase=UPDATING", "rank=0 step=11 phase=APPLIED at=end"]
+    plan = "; ".join(f"kill {place} incarnation={index % 2}" for index, place in enumerate(places))
+    reference = undisturbed_of("evaluating.py", *ways, ranks=2)
+    run = launch(tmp_path / "run", "evaluating.py", *ways, ranks=2, flags=("--faults", plan))
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == len(places), run.explain()
+    assert run.digests() == reference.digests(), run.explain()
+    assert [each["detail"]["names"] for each in run.of("tail_lost")] == [[]] * len(places), run.explain()

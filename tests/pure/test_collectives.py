@@ -23,6 +23,7 @@ from resilient_train.frameworks.torch.collectives import TorchCollectives  # noq
 from resilient_train.frameworks.torch.communication.guarded_works import GuardedWork  # noqa: E402
 from resilient_train.frameworks.torch.communication.process_group import works  # noqa: E402
 from resilient_train.frameworks.torch.groups import TorchGroups  # noqa: E402
+from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
 from resilient_train.protocol.rank_effects import Mode  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -94,7 +95,9 @@ class Rank:
         self.entered = 0
         self.checked: list[str] = []
         self.groups = TorchGroups(Host())
-        self.collectives = TorchCollectives(Objects((), ()), self.groups, self.checked.append, Unregistered())
+        self.collectives = TorchCollectives(
+            Objects((), ()), self.groups, self.checked.append, Unregistered(), TorchRankState((), {})
+        )
         self.in_front = False
         conductor = SimpleNamespace(in_front=lambda: self.in_front)
         self.collectives.attach(conductor, SimpleNamespace(enter_collective=self._enter))  # type: ignore[arg-type]

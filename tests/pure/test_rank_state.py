@@ -15,7 +15,7 @@ import torch.distributed as dist  # noqa: E402 - likewise
 from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import ConfigError, ProtocolError, StateError  # noqa: E402
-from resilient_train.frameworks.roles import WrittenInTail  # noqa: E402
+from resilient_train.frameworks.roles import NOTHING_WRITTEN, WrittenInTail  # noqa: E402
 from resilient_train.frameworks.torch.kept import buffers as buffers_module  # noqa: E402
 from resilient_train.frameworks.torch.kept.buffers import Buffers  # noqa: E402 - likewise
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
@@ -155,6 +155,41 @@ def test_what_a_lost_tail_has_written_of_its_own_is_named() -> None:
     assert behind[0] == "rank_state['counter']"
     assert any("running_mean" in each for each in behind[1:])
     assert successor.packed() == published
+
+
+def test_what_rank_0_has_broadcast_in_a_lost_tail_comes_from_it() -> None:
+    """Its own stay as they were: ``gave`` alone tells. What the tail has written besides is named, as ever."""
+    nets = mine, theirs, _ = [model() for _ in range(3)]
+    own, root, successor = (TorchRankState((net,), {}) for net in nets)
+    train(mine)
+    train(theirs, 2)
+    published, before = own.packed(), root.packed()
+    root.gave([buffer for name, buffer in theirs.named_buffers() if "running" in name])
+    tail = root.written_since(before)
+    assert sorted(tail.given) == sorted(key for key in root.buffers.own() if "running" in key) != []
+    assert successor.restore(published, tail) == ()
+    assert successor.packed() != published
+    held, given = successor.buffers.changed(), root.buffers.changed()
+    assert all(torch.equal(held[key], given[key]) for key in tail.given)
+    train(theirs)
+    assert root.written_since(before).given == (), "it has written them itself since"
+    root.tail_begins()
+    assert root.written_since(root.packed()) == NOTHING_WRITTEN
+
+
+def test_another_ranks_buffers_are_those_it_had_published() -> None:
+    mine, theirs = model(), model()
+    own, other = TorchRankState((mine,), {}), TorchRankState((theirs,), {})
+    train(mine)
+    train(theirs, 2)
+    packed, published, buffers = own.packed(), other.packed(), [*mine.buffers()]
+    found = own.of_another(published, packed, buffers)
+    assert found is not None
+    assert all(torch.equal(one, two) for one, two in zip(found, theirs.buffers(), strict=True))
+    fresh = model()
+    assert TorchRankState((fresh,), {}).of_another(b"", b"", [*fresh.buffers()]) is None, "it has published none"
+    train(mine)
+    assert own.of_another(published, packed, buffers) is None, "this one has written its own since, so has the other"
 
 
 class Observed(nn.Module):

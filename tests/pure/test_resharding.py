@@ -16,10 +16,10 @@ from pure.checkpoint_rig import write
 from resilient_train.errors import LayoutError
 from resilient_train.frameworks.roles import Strides
 from resilient_train.protocol.messages import Refused, Source
+from resilient_train.session.publication_format import Published, read
 from resilient_train.session.redo.loader import Cursor
 from resilient_train.session.saves.from_saved import FromSaved
 from resilient_train.session.saves.from_saved import Own as FromSavedOwn
-from resilient_train.session.saves.publication_format import Published, read
 from resilient_train.session.saves.resharding import reshard
 
 torch = pytest.importorskip("torch")

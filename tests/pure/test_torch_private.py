@@ -48,6 +48,15 @@ def test_ddp_reduces_named_parameters_of_its_module_in_order() -> None:
     assert "named_parameters" in source
 
 
+def test_wrapper_gives_rank_0s_buffers_in_one_function() -> None:
+    """``ddp_traffic.synced``; ``tests/process/test_tail.py`` runs it."""
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    assert "self._sync_module_buffers(authoritative_rank)" in inspect.getsource(wrapper._sync_buffers)
+    source = inspect.getsource(wrapper._default_broadcast_coalesced)
+    assert "bufs = self.modules_buffers" in source
+    assert "bucket_size = self.broadcast_bucket_size" in source
+
+
 def test_wrapper_tells_what_it_was_made_with() -> None:
     """What ``buckets._reduced`` asks; ``tests/process/test_freezing.py`` runs it."""
     assert "self.logger = dist.Logger(self.reducer)" in inspect.getsource(torch.nn.parallel.DistributedDataParallel)

@@ -136,6 +136,10 @@ class Tails(Protocol):
         """The same of the one that was its ``place``-th, from 0."""
         ...
 
+    def own_state(self, rank: int, commits: int) -> bytes | None:
+        """What that rank alone had in front of it (``RankState.packed``); None if it has not published that."""
+        ...
+
 
 class Sources(NamedTuple):
     """Replicated state, ready to be read by another process: ``manifest`` describes it, ``spans`` are its bytes."""
@@ -599,12 +603,14 @@ class State(Protocol):
 class WrittenInTail(NamedTuple):
     """What modules hold that a tail has written, as it was before it and as it is behind it; as ``packed`` does it.
     ``own``: names of what else it has written that each rank has for itself; ``drawn``: random numbers are such.
+    ``given``: of what modules hold that which this rank has broadcast there, and has not written: it is everybody's.
     """
 
     before: bytes
     after: bytes
     own: tuple[str, ...] = ()
     drawn: bool = False
+    given: tuple[str, ...] = ()
 
 
 NOTHING_WRITTEN = WrittenInTail(b"", b"")

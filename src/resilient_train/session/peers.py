@@ -19,6 +19,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.frameworks.roles import LoggedCall
 from resilient_train.protocol.progress import Activity
 from resilient_train.protocol.standing import APPLIED, COMPUTE, UPDATING, Standing, standing_of
+from resilient_train.session.publication_format import read
 from resilient_train.state.arena import Arena, ArenaFullError, LogEntry
 
 _INPUT, _RESULT, _TOO_LARGE, _FULL = range(4)
@@ -240,6 +241,12 @@ class Peers:
     def call_at(self, rank: int, place: int, commits: int) -> LoggedCall | None:
         """The same of the collective that was its ``place``-th, from 0."""
         return self._reader_of(rank).call_at(place, commits, lambda: self._board.tail(rank)[0])
+
+    def own_state(self, rank: int, commits: int) -> bytes | None:
+        """What that rank alone had in front of the tail after ``commits`` updates; None if it has not published it."""
+        payload = self._reader_of(rank).arena.published(commits)
+        published = read(payload) if payload is not None else None
+        return published.rank if published is not None and published.ahead else None
 
     def _reader_of(self, rank: int) -> _Reader:
         reader = self._readers.get(rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import xxhash
-from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Conductor, Given, Objects, Tails
@@ -21,12 +19,14 @@ from resilient_train.frameworks.torch.communication import call_words
 from resilient_train.frameworks.torch.communication import process_group as group_module
 from resilient_train.frameworks.torch.communication.body_messages import BodyMessages
 from resilient_train.frameworks.torch.communication.buckets import wrappers_in
-from resilient_train.frameworks.torch.communication.collective_results import POINT_TO_POINT, VERBS, flat
+from resilient_train.frameworks.torch.communication.collective_results import POINT_TO_POINT, VERBS, flat, root_of
+from resilient_train.frameworks.torch.communication.ddp_traffic import synced
 from resilient_train.frameworks.torch.communication.guarded_works import GuardedWork, NotBegun
 from resilient_train.frameworks.torch.communication.process_group import ResilientGroup, works
 from resilient_train.frameworks.torch.communication.tail_collectives import LoggedTail
 from resilient_train.frameworks.torch.communication.waits import waits
 from resilient_train.frameworks.torch.groups import TorchGroups
+from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.sharding.sharded import Sharding
 from resilient_train.frameworks.torch.tensors.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.tensors.storages import Memory, gradients, registered
@@ -40,7 +40,6 @@ _NO_PASS = -1
 _LOOKS, _LOOK_S = 20, 0.001
 """Before a call is held to be another one."""
 _pass_under_way = torch._C._current_graph_task_id
-_SYNC_BUFFERS = DistributedDataParallel._sync_module_buffers.__code__
 
 
 class TorchCollectives:
@@ -54,9 +53,11 @@ class TorchCollectives:
         groups: TorchGroups,
         check: Callable[[str], None],
         unregistered: Unregistered,
+        rank_state: TorchRankState,
         replicas: Callable[[], Sequence[Sequence[int]]] = tuple,
     ) -> None:
         self._unregistered = unregistered
+        self._rank_state = rank_state
         self._replicas = replicas
         self._objects = objects
         self._groups = groups
@@ -98,7 +99,7 @@ class TorchCollectives:
 
     def attach(self, conductor: Conductor, tails: Tails) -> None:
         self._tails, self._conductor, self._thread = tails, conductor, threading.get_ident()
-        self._tail = LoggedTail(conductor, tails, self._groups.finish, self._replicas)
+        self._tail = LoggedTail(conductor, tails, self._groups.finish, self._replicas, self._rank_state.of_another)
         group_module.watch(self)
 
     def detach(self) -> None:
@@ -125,6 +126,7 @@ class TorchCollectives:
     def begin_tail(self, commits: int) -> None:
         assert self._tail is not None
         self._tail.begin(commits)
+        self._rank_state.tail_begins()
         self._messages.commit(commits)
 
     def messages(self) -> list[tuple[MessageChannel, int]]:
@@ -197,6 +199,9 @@ class TorchCollectives:
         if mode is not Mode.UPDATE and verb == "monitored_barrier":
             return self._tail.call(group, "barrier", ())
         if mode is not Mode.UPDATE:
+            if verb == "broadcast" and group.rank() == root_of(args):
+                wrapper = synced()
+                self._rank_state.gave(wrapper.modules_buffers if wrapper is not None else flat(args[0]))
             return self._tail.call(group, verb, args)
         raise UsageError(
             f"{verb} was called while the update of this step is only half done (one optimizer has written and another "
@@ -252,7 +257,11 @@ class TorchCollectives:
             given.alone = len(given.digests)
         given.digests += digests
         given.calls.append(f"{verb} of {group.size()}")
-        if self._averaged_in is None and given.replicas.intersection(group.global_ranks) and not _syncs_buffers(verb):
+        if (
+            self._averaged_in is None
+            and given.replicas.intersection(group.global_ranks)
+            and not (verb == "broadcast" and synced() is not None)
+        ):
             under_way = _pass_under_way()
             self._averaged_in = under_way
             if under_way == _NO_PASS:
@@ -300,18 +309,6 @@ def _note_message(given: Given, group: ResilientGroup, verb: str, args: tuple[An
     senders = group.global_ranks if verb == "recv_anysource" else (group.global_ranks[args[1]],)
     if given.replicas.intersection(senders):
         given.alone = len(given.digests)
-
-
-def _syncs_buffers(verb: str) -> bool:
-    """Whether DDP gives one rank's buffers to all, as it does in front of each forward pass: they are the same ones,
-    whatever the inputs are.
-    """
-    frame = sys._getframe() if verb == "broadcast" else None
-    while frame is not None:
-        if frame.f_code is _SYNC_BUFFERS:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _digest(group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> list[str]:

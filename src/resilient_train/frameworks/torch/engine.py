@@ -42,7 +42,9 @@ def engine_for(objects: Objects) -> Engine:
     window = TorchWindow(objects, state, rank_state, gradients.behind_closure, unregistered)
     return Engine(
         groups=groups,
-        collectives=TorchCollectives(held, groups, window.check_collective, unregistered, lambda: state.divided_among),
+        collectives=TorchCollectives(
+            held, groups, window.check_collective, unregistered, rank_state, lambda: state.divided_among
+        ),
         device=device,
         state=state,
         rank_state=rank_state,

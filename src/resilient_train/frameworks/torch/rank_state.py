@@ -16,7 +16,7 @@ import torch
 
 from resilient_train._native import Glance, columns
 from resilient_train.frameworks.roles import NOTHING_WRITTEN, WrittenInTail
-from resilient_train.frameworks.torch.kept.buffers import Buffers, lies_here
+from resilient_train.frameworks.torch.kept.buffers import Buffers, lies_here, same_bits
 from resilient_train.frameworks.torch.kept.module_entries import same_objects
 from resilient_train.frameworks.torch.tensors.containers import dressed, worn
 from resilient_train.frameworks.torch.tensors.extra_state import ExtraState
@@ -47,6 +47,33 @@ class TorchRankState:
         self._more = bool(extra) or self._modules.any()
         """Whether there is something beside buffers."""
         self._kept = _Packed(b"", None)
+        self._given = set[str]()
+
+    def tail_begins(self) -> None:
+        self._given.clear()
+
+    def gave(self, tensors: Sequence[torch.Tensor]) -> None:
+        """This rank has broadcast them in a tail. Its own are as before then, and all others have these."""
+        places = {(each.data_ptr(), each.nbytes) for each in tensors}
+        own = self.buffers.published().items()
+        self._given |= {key for key, each in own if each is not None and (each.data_ptr(), each.nbytes) in places}
+
+    def of_another(self, theirs: bytes, mine: bytes, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """What another rank had in their places when it packed ``theirs``. None if they are not what they were when
+        this one packed ``mine``, in the same place: the other's are not either then.
+        """
+        keys = {id(each): key for key, each in self.buffers.published().items()}
+        had, held = (unpack(each, placed=True).get("buffers", {}) if each else {} for each in (mine, theirs))
+        found = []
+        for each in buffers:
+            key = keys.get(id(each))
+            if key is None:  # nobody has written it
+                found.append(each)
+            elif key in held and key in had and same_bits(had[key], each):
+                found.append(held[key].to(each.device))
+            else:
+                return None
+        return found
 
     def packed(self) -> bytes:
         return self._packed().state
@@ -76,36 +103,45 @@ class TorchRankState:
     def restore(self, state: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> tuple[str, ...]:
         """In another process than that which packed it: one that has built the same model. Raises ProtocolError."""
         mine, was, now = (self._read(each) for each in (state, tail.before, tail.after))
-        behind, moved = list(tail.own), {*mine["moved"], *now["moved"]}
-        first = {key for key in now["buffers"] if self.buffers.is_as_built(key, mine["buffers"].get(key))}
+        behind, moved, given = list(tail.own), {*mine["moved"], *now["moved"]}, {*tail.given}
+        first = {key for key in now["buffers"] if self.buffers.is_as_built(key, mine["buffers"].get(key))} - given
         put: Mapping[str, Callable[[dict[str, Any]], None]] = {
             "buffers": lambda values: self.buffers.restore(values, moved),
             "extra_state": self._modules.restore,
         }
         for kind in put:
-            shared = {key: each for key, each in now[kind].items() if _alike(mine[kind], was[kind], key)}
+            shared = {
+                key: each for key, each in now[kind].items() if key in given or _alike(mine[kind], was[kind], key)
+            }
             put[kind]({**mine[kind], **shared})
             # What is written for the first time may be another value on each rank, or the same on all.
-            behind += [key for key in now[kind] if key not in shared or key not in was[kind] or key in first]
+            # Where it is what this rank had before, this rank has given it to all.
+            behind += [
+                key
+                for key in now[kind]
+                if (key not in shared or key not in was[kind] or key in first)
+                and not (key in mine[kind] and _alike(mine[kind], now[kind], key))
+            ]
         for name, each in mine["extra"].items():
             restore_object(self._extra[name], each)
         return tuple(behind)
 
     def written_since(self, before: bytes, after: bytes | None = None) -> WrittenInTail:
         now = self.packed() if after is None else after
-        if now == before:
+        if now == before and not self._given:
             return NOTHING_WRITTEN
         had, has = self._read(before), self._read(now)
+        given = {key for key in self._given & has["buffers"].keys() if _alike(had["buffers"], has["buffers"], key)}
         kept: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         for kind in ("buffers", "extra_state"):
-            written = [key for key in has[kind] if not _alike(had[kind], has[kind], key)]
+            written = [key for key in has[kind] if key in given or not _alike(had[kind], has[kind], key)]
             for keep, held in zip(kept, (had, has), strict=True):
                 keep[kind] = {key: held[kind][key] for key in written if key in held[kind]}
         names = [name for name in had["extra"] if not _alike(had["extra"], has["extra"], name)]
         own = tuple(f"rank_state[{name!r}]" for name in names)
         if not any(kept[1].values()):
             return WrittenInTail(b"", b"", own)
-        return WrittenInTail(pack(kept[0]), pack({**kept[1], **self._moved()}), own)
+        return WrittenInTail(pack(kept[0]), pack({**kept[1], **self._moved()}), own, given=tuple(sorted(given)))
 
     def _read(self, state: bytes) -> dict[str, Any]:
         tree = dressed(unpack(state, placed=True), self._held()) if state else {}

@@ -9,8 +9,8 @@ import msgspec
 from resilient_train.frameworks.roles import NOTHING_WRITTEN, Data, RankState, WrittenInTail
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session.agent_link import Link
+from resilient_train.session.publication_format import Published, read
 from resilient_train.session.redo.loader import Cursor, DataPosition
-from resilient_train.session.saves.publication_format import Published, read
 from resilient_train.session.saves.resharding import reshard
 from resilient_train.state.transfer import digest
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from resilient_train.frameworks.roles import Data, RankState, Strides
+from resilient_train.session.publication_format import Published
 from resilient_train.session.redo.loader import Cursor
-from resilient_train.session.saves.publication_format import Published
 
 
 class _Place(NamedTuple):

@@ -13,9 +13,10 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,6 +31,8 @@ _INSTALLED = ("site-packages", "dist-packages")
 _DDP = DistributedDataParallel.forward.__code__.co_filename
 _HOOKS = f"{_TORCH}distributed/algorithms/ddp_comm_hooks/"
 _AUTOGRAD = f"{_TORCH}autograd/graph.py"
+_Others = list[torch.Tensor] | None
+_SYNC_BUFFERS = DistributedDataParallel._sync_module_buffers.__code__
 
 
 class Traffic(enum.Enum):
@@ -119,6 +122,44 @@ class DdpTraffic:
             if wrapper not in registered and any(id(each) in alone for each in wrapper.parameters()):
                 return place
         return ""
+
+
+def synced() -> DistributedDataParallel | None:
+    """The wrapper that gives one rank's buffers to all, as each does in front of a forward pass, if the broadcast that
+    is being called is that: they are the same ones, whatever the inputs are.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _SYNC_BUFFERS:
+            wrapper: DistributedDataParallel = variables(frame)["self"]
+            return wrapper
+        frame = frame.f_back
+    return None
+
+
+def coalesced(
+    wrapper: DistributedDataParallel, given: torch.Tensor, others: Callable[[Sequence[torch.Tensor]], _Others]
+) -> torch.Tensor | None:
+    """What ``given``, which DDP has made of some of its buffers to broadcast it, is of ``others`` in their places. None
+    if that can't be told.
+    """
+    buffers, distributed = wrapper.modules_buffers, cast("Any", dist)
+    parts, _ = distributed._compute_bucket_assignment_by_size(buffers, [wrapper.broadcast_bucket_size])
+    for part in parts:
+        mine = [buffers[index] for index in part]
+        if _bits(_one(mine)) == _bits(given):
+            theirs = others(mine)
+            return _one(theirs) if theirs is not None else None
+    return None
+
+
+def _one(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As C++'s ``broadcast_coalesced`` lays them out."""
+    return torch.cat([each.detach().reshape(-1) for each in buffers])
+
+
+def _bits(tensor: torch.Tensor) -> tuple[torch.dtype, bytes]:
+    return tensor.dtype, tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _in_constructor(frame: FrameType | None) -> bool:

@@ -36,6 +36,7 @@ from resilient_train.frameworks.torch.communication.call_codec import (
 from resilient_train.frameworks.torch.communication.call_words import word_of
 from resilient_train.frameworks.torch.communication.clique import Clique
 from resilient_train.frameworks.torch.communication.collective_results import VERBS, Args, Tensors, done
+from resilient_train.frameworks.torch.communication.ddp_traffic import coalesced, synced
 from resilient_train.frameworks.torch.communication.process_group import ResilientGroup
 from resilient_train.frameworks.torch.watching.caller import carries_objects
 from resilient_train.observe.sinks import say_aside
@@ -51,6 +52,10 @@ _IN_TAIL = (Mode.LOG, Mode.EXCHANGE)
 
 class StoppedError(Exception):
     """A newer recovery began while a collective was being worked out."""
+
+
+def _not_known(_theirs: bytes, _mine: bytes, _buffers: Sequence[torch.Tensor]) -> None:
+    return None
 
 
 class _Asked(NamedTuple):
@@ -72,9 +77,13 @@ class LoggedTail:
         peers: Tails,
         finish: Callable[[Callable[[], dist.Work]], dist.Work],
         replicas: Callable[[], Sequence[Sequence[int]]] = tuple,
+        of_another: Callable[[bytes, bytes, Sequence[torch.Tensor]], list[torch.Tensor] | None] = _not_known,
     ) -> None:
-        """``finish``: see ``Groups.finish``. ``replicas``: the groups of ranks that hold the same parts of a model."""
+        """``finish``: see ``Groups.finish``. ``replicas``: the groups of ranks that hold the same parts of a model.
+        ``of_another``: see ``TorchRankState``.
+        """
         self._replicas = replicas
+        self._of_another = of_another
         self._conductor = conductor
         self._peers = peers
         self._finish = finish
@@ -238,6 +247,8 @@ class LoggedTail:
         """The arguments of a member's call, with its inputs; waits for a finisher's. None: it died before that."""
         rank = asked.group.global_ranks[member]
         call = own = self._call_of(rank, asked.key)
+        if call is None and (buffers := self._buffers_of(asked, rank)) is not None:
+            return [buffers], *asked.args[1:]
         if call is None:
             call = self._replicas_call(asked, rank)
             if call is None or call.inputs is not None:
@@ -277,6 +288,19 @@ class LoggedTail:
             if call is not None and call.header and call_of(call.header)[0] == asked.verb:
                 return call
         return None
+
+    def _buffers_of(self, asked: _Asked, rank: int) -> torch.Tensor | None:
+        """What DDP would have given of a lost rank's buffers in front of a forward pass (an evaluation's): they are as
+        that rank had published them, if this one's are.
+        """
+        wrapper = synced() if asked.verb == "broadcast" else None
+        if wrapper is None:
+            return None
+        theirs, mine = (self._peers.own_state(each, self._commits) for each in (rank, self._peers.rank))
+        if theirs is None or mine is None:
+            return None
+        given: torch.Tensor = asked.args[0][0]
+        return coalesced(wrapper, given, lambda buffers: self._of_another(theirs, mine, buffers))
 
     def _call_at(self, rank: int, place: int) -> LoggedCall | None:
         """Waits for a finisher that may come to it yet."""

@@ -54,8 +54,8 @@ def _put(held: dict[str, torch.Tensor | None], name: str, there: _There) -> None
         there.buffer.data = there.memory
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Not so 0.0 and -0.0, which are equal."""
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they are the same; not so 0.0 and -0.0, which are equal."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     first, second = (
@@ -71,7 +71,7 @@ def write(here: torch.Tensor, value: torch.Tensor) -> bool:
     """
     if (here.shape, here.dtype) != (value.shape, value.dtype):
         return False
-    if _same_bits(here, value):
+    if same_bits(here, value):
         return True
     if any(size > 1 and not stride for size, stride in zip(here.shape, here.stride(), strict=True)):
         return False
@@ -231,7 +231,7 @@ class Buffers:
 
     def is_as_built(self, key: str, value: torch.Tensor | None) -> bool:
         """As far as that is known."""
-        return value is not None and key in self._claimed and _same_bits(self._claimed[key], value)
+        return value is not None and key in self._claimed and same_bits(self._claimed[key], value)
 
     def changed(self) -> dict[str, torch.Tensor]:
         """The buffers that are this rank's own, by key; not copied. Not those that are only claimed."""
@@ -323,7 +323,7 @@ class Buffers:
         """
         for key in [*self._quiet] if closely else self._small_changed():
             buffer = self._present(key)
-            if buffer is None or not _same_bits(buffer, self._first[key]):
+            if buffer is None or not same_bits(buffer, self._first[key]):
                 self._wake(key)
 
     def _find_small(self) -> dict[str, torch.Tensor]:

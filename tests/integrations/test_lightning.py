@@ -12,12 +12,16 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LambdaCallback,
     StochasticWeightAveraging,
+    Timer,
 )
 from torch.utils.data import DataLoader
 from trained import EVERYWHERE, assert_mended, assert_repaired, assert_resumed, assert_started_again
 
 from resilient_train.errors import ConfigError
-from resilient_train.integrations.lightning import Resilient, ResilientPrecision
+from resilient_train.frameworks.roles import Objects
+from resilient_train.integrations.lightning import Resilient, ResilientPrecision, _Place
+from resilient_train.session.reading.known_objects import own_of
+from resilient_train.session.reading.static_lookup import Texts
 
 JOB = "with_lightning.py"
 IN_CALLS = (
@@ -86,6 +90,27 @@ class Module(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Kept(Callback):
+    """Each rank's own losses, as a script keeps them."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": [*self.losses]}
+
+
+def test_what_callbacks_give_is_known_and_compared() -> None:
+    kept = Kept()
+    own = Resilient()
+    trainer = L.Trainer(accelerator="cpu", devices=1, callbacks=[own, kept, Timer()], logger=False)
+    place = _Place(trainer, own)
+    kept.losses.append(0.5)
+    assert place.resilient_shows() == {"the callback Kept": {"losses": [0.5]}}, "a timer of Lightning's always differs"
+    settled = own_of(Objects((), (), extra={"trainer": place}), (), (), Texts()).settled
+    assert [names for each, names in settled if each is kept] == [{"losses"}]
 
 
 class Draws(Module):

@@ -683,9 +683,19 @@ class Counted:
         self.calls = self.calls + 1
 
 
+class Tallies(dict[str, int]):
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.items())
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.clear()
+        self.update(state)
+
+
 def test_what_the_text_of_a_state_dict_names() -> None:
     assert given_names(Bandit(), Texts()) == {"weights"}
     assert [given_names(kind(), Texts()) for kind in (Every, More, Asks, Thing, dict)] == [None] * 5
+    assert given_names(Tallies(), Texts()) is None, "what its class's own methods give is all of it"
     bandit = Bandit()
     for settled, expected in (
         ([(bandit, given_names(bandit, Texts()))], ("self.draws in Bandit.draw", "self.rng in Bandit.draw")),

@@ -205,10 +205,22 @@ def _body(trainer: Trainer, counts: _Counts, run: Callable[..., Any], *args: Any
     return run(*args)
 
 
+_LIGHTNINGS = ("lightning.", "pytorch_lightning.")
+
+
 class _Place:
     """Where loops and callbacks are, as state that all ranks hold alike."""
 
     resilient_lives_on = True
+
+    def resilient_carries(self) -> list[Callback]:
+        """A script that names a callback of its own is not told of what that one's ``state_dict()`` gives."""
+        return [*self._callbacks.values()]
+
+    def resilient_shows(self) -> dict[str, Any]:
+        """What the script's own have: whether a timer of Lightning's differs, nobody asks."""
+        own = {key: each for key, each in self._callbacks.items() if not type(each).__module__.startswith(_LIGHTNINGS)}
+        return {f"the callback {key}": each.state_dict() for key, each in own.items()}
 
     def __init__(self, trainer: Trainer, own: Callback) -> None:
         self._trainer = trainer

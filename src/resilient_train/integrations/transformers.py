@@ -249,8 +249,19 @@ class _Place:
     resilient_lives_on = True
 
     def resilient_settles(self) -> list[tuple[object, frozenset[str]]]:
-        """A script that names its Trainer is not told of what that does with its own attributes."""
-        return [(self._trainer, _names_of(Trainer) | _names_of(ResilientTrainer))]
+        """A script that names its Trainer is not told of what that does with its own attributes, nor of what callbacks
+        export.
+        """
+        callbacks = [(each, frozenset(each.state()["attributes"])) for each in self._callbacks()]
+        return [(self._trainer, _names_of(Trainer) | _names_of(ResilientTrainer)), *callbacks]
+
+    def resilient_shows(self) -> dict[str, Any]:
+        """What callbacks export."""
+        return {f"the callback {name}": each for name, each in self._exported().items()}
+
+    def _exported(self) -> dict[str, Any]:
+        callbacks = enumerate(self._callbacks())
+        return {f"{place} {type(each).__name__}": each.state()["attributes"] for place, each in callbacks}
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -280,9 +291,7 @@ class _Place:
             "state": state,
         }
         # Not as JSON: they are to be what they were, a tuple no list. What can't be carried is refused by its name.
-        attributes = [each.state()["attributes"] for each in self._callbacks()]
-        names = [f"{place} {type(each).__name__}" for place, each in enumerate(self._callbacks())]
-        return {"place": json.dumps(held, default=_plain), "callbacks": dict(zip(names, attributes, strict=True))}
+        return {"place": json.dumps(held, default=_plain), "callbacks": self._exported()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not self._runs:

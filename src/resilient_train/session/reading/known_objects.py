@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import BuiltinMethodType, MethodDescriptorType
 from typing import Any, NamedTuple
 
 from resilient_train.frameworks.roles import Objects
@@ -32,6 +33,8 @@ from resilient_train.session.reading.static_lookup import (
 _TENSORS = ("_parameters", "_buffers")
 _OF_OTHERS = "resilient_settles"
 """A method of an integration's objects: what they carry of others, as ``Settled``."""
+_CARRIED = "resilient_carries"
+"""Likewise: objects that come back with it, as far as their ``state_dict()`` gives what they have."""
 Settled = Iterable[tuple[object, Collection[str]]]
 """Parts of models, and of each the attributes that a redo and a new process get as they were."""
 
@@ -115,6 +118,8 @@ class Registration(NamedTuple):
 
 
 _EXTRA = "get_extra_state"
+_NO_STATE = (*FUNCTIONS, *PROPERTIES, MethodDescriptorType, BuiltinMethodType)
+"""What it calls: ``self.items()`` of a dict may give anything."""
 _OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
 """What of an optimizer's attributes comes back."""
 
@@ -122,6 +127,7 @@ _OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
 def own_of(objects: Objects, sources: Iterable[object], settled: Settled, texts: Texts) -> Registration:
     """``objects`` are registered; ``sources`` give the batches; ``settled``: see KnownObjects."""
     registered = [*objects.extra.values(), *objects.rank_extra.values()]
+    registered += [each for one in registered for each in getattr(type(one), _CARRIED, lambda _: ())(one)]
     partly = [(each, names) for each in registered if (names := given_names(each, texts)) is not None]
     partly += [(each, _OF_OPTIMIZERS) for each in objects.optimizers]
     loose = [*(each for each in registered if leaves_out(each)), *(each for each, _ in partly)]
@@ -163,7 +169,7 @@ def given_names(thing: Any, texts: Texts, verb: str = "state_dict") -> frozenset
         if calls_super or len(found) < len(itself):  # vars(self)
             return None
     values = [held(thing, each) for each in names]
-    odd = any(each is UNKNOWN or type(each) in (*FUNCTIONS, *PROPERTIES) for each in values) or "__dict__" in names
+    odd = any(each is UNKNOWN or type(each) in _NO_STATE for each in values) or "__dict__" in names
     return None if odd or not names else frozenset(names)
 
 

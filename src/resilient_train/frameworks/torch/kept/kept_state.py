@@ -56,6 +56,8 @@ from resilient_train.protocol.messages import EXCHANGED, HOOKS, KEPT_BACK
 
 LIVES_ON = "resilient_lives_on"
 """An attribute of state that a process which lives on brings up to date by itself: it is not put back there."""
+_SHOWS = "resilient_shows"
+"""A method of such state: what of it may be another on each rank, by name."""
 
 _VERSION = operator.attrgetter("_version")
 _TRAINING = operator.attrgetter("training")
@@ -152,6 +154,7 @@ class KeptState:
         self.states = [
             WatchedState(name, thing) for name, thing in objects.extra.items() if not getattr(thing, LIVES_ON, False)
         ]
+        self._shows = [getattr(each, _SHOWS) for each in objects.extra.values() if hasattr(type(each), _SHOWS)]
         self.small: dict[str, Any] = {}
         """Schedulers, scaler and settings, as the window found them (``State.small_copy``)."""
         self._windows = 0
@@ -376,9 +379,10 @@ class KeptState:
 
     def digests(self) -> list[tuple[str, str]]:
         """Of each object of the user's, of what its modules have otherwise than as they were built, and of those that
-        are in another's place: the name, and what it is now. Not of what keeps itself up to date.
+        are in another's place: the name, and what it is now. Of what keeps itself up to date, only what it shows.
         """
         states = [(f"state[{state.name!r}]", digest_of_state(state_of(state.thing))) for state in self.states]
+        states += [(name, digest_of_state(held)) for shows in self._shows for name, held in shows().items()]
         values: list[tuple[str, Any]]
         values = [(_attribute(key, name), value) for key, name, value in self._values.changed()]
         values += [(_attribute(key, name) + KEPT_BACK, value) for key, name, value in self._values.kept_back()]

@@ -37,6 +37,24 @@ def test_all_ranks_exit_where_no_break_can(tmp_path: Path, where: str) -> None:
     assert [event["detail"]["commits"] for event in run.of("session_end")] == [commits] * 2, run.explain()
 
 
+def test_all_ranks_leave_the_generator_that_the_loop_is_in(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    """Who reads it breaks, and Python leaves the loop by GeneratorExit."""
+    reference = undisturbed_of("exits.py", "break", "tail", "01", ranks=2)
+    run = leave(tmp_path / "run", "handed", "between")
+    assert run.code == 0, run.explain()
+    assert [len(run.of(kind)) for kind in ("session_end", "finished", "fault", "leaving")] == [2, 1, 0, 0]
+    assert run.digests() == reference.digests(), run.explain()
+
+
+@pytest.mark.parametrize(("how", "words"), [("handed", ALONE), ("handed fails", "failed: ValueError: of the script's")])
+def test_a_rank_that_leaves_such_a_generator_alone_ends_the_job(tmp_path: Path, how: str, words: str) -> None:
+    """Of an error there Python says nothing in the generator: it must not wait for the others, who come to no end."""
+    run = leave(tmp_path / "run", how, "between", "1")
+    assert run.code == 1, run.explain()
+    assert f"rank 1 {words}" in run.err, run.explain()
+    assert "its state from after 5 updates is saved" in run.err, run.explain()
+
+
 def test_one_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     run = leave(tmp_path / "run", "exit late", "tail")
     assert run.code == 0, run.explain()

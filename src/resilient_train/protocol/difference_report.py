@@ -38,7 +38,8 @@ class Doubt:
 
 _UNAVERAGED = (
     "each rank applies gradients of its own: wrap the model in DistributedDataParallel (what an optimizer keeps for "
-    "one rank alone, as error feedback does, belongs in rank_state=)"
+    "one rank alone, as error feedback does, belongs in rank_state=); where ranks are to differ, as in local SGD, "
+    "Session(replicas=[[0], [1], ...]) says so (docs/how-to/loops.md)"
 )
 _ALONE = "something has changed it on one rank alone, or a machine computes otherwise"
 

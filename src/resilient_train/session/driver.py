@@ -52,7 +52,7 @@ from resilient_train.session.comparisons.replica_comparison import Comparison
 from resilient_train.session.compute_clock import ComputeClock
 from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.drill_records import DrillRecords
-from resilient_train.session.explain import RAN_AGAIN, Explainer, asks_for_redo
+from resilient_train.session.explain import RAN_AGAIN, Explainer, asks_for_redo, left_by_an_error
 from resilient_train.session.fail_stop import fail_stop, lost_worker
 from resilient_train.session.from_replica import FromReplica, LoopsBegin
 from resilient_train.session.held_signal import HeldChildSignal
@@ -456,13 +456,17 @@ class Driver:
     def close(self, error: BaseException | None) -> None:
         """Leaves: after all ranks have come to their end, or for an exception, when what this rank holds is saved.
 
-        A ``sys.exit(0)`` all ranks may have agreed on.
+        A ``sys.exit(0)`` all ranks may have agreed on, and a ``break`` of who reads the generator that the loop is in.
         """
-        if self._is_fork:
+        if self._is_fork or self._released:
             return
         finish = error is None
         try:
-            if isinstance(error, SystemExit) and error.code in (None, 0) and self._rank.leavable:
+            if isinstance(error, GeneratorExit):
+                exits = not left_by_an_error()
+            else:
+                exits = isinstance(error, SystemExit) and error.code in (None, 0)
+            if exits and self._rank.leavable:
                 finish = self._exits = True
             if finish and self._begun and not self._told_end:
                 self._left_at = self._peers.progress()

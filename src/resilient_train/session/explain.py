@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from inspect import CO_GENERATOR, currentframe
+from types import FrameType, TracebackType
+
 from resilient_train.errors import TrainingInterrupted
 from resilient_train.frameworks.roles import Groups
 from resilient_train.protocol.rank_events import Exit
@@ -64,6 +69,22 @@ class Explainer:
         if standing.phase is Phase.COMPUTE and redoes and asks_for_redo(error):
             return Exit("anomalous", text)
         return Exit("error", text)
+
+
+def left_by_an_error() -> bool:
+    """Whether an error is on its way through the code that reads the generator which is being closed. Python closes it
+    by GeneratorExit for a ``break`` there too, and puts the error aside meanwhile: nothing in the generator tells. But
+    the error's traceback has that code's frame already.
+    """
+    generators = [each for each in _outwards(currentframe()) if each.f_code.co_flags & CO_GENERATOR]
+    reader = generators[-1].f_back if generators else None
+    return reader is not None and any(type(each) is TracebackType for each in gc.get_referrers(reader))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def asks_for_redo(error: BaseException) -> bool:

@@ -7,6 +7,8 @@ dies"; "apart": rank 1 breaks in the next body). WHERE: "body" (its beginning), 
 
 Nobody leaves early with "uneven", where rank 1 asks for two steps less, and "more", where rank 0 calls a collective in
 the last tail that rank 1 does not.
+
+With "handed" the loop is in a generator, and who reads that breaks "between"; or "handed fails" there.
 """
 
 import os
@@ -14,6 +16,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -64,6 +67,24 @@ def body(number: int) -> None:
         leaves(number, place)
 
 
+def handed() -> Iterator[int]:
+    """The loop in a generator: who reads it may leave that."""
+    with rt.Session(model=model, optimizer=optimizer) as session:
+        for step in session.steps(8):
+            with step:
+                body(step.number)
+                dist.all_reduce(torch.ones(1))
+            if step.done:
+                yield step.number
+
+
+for number in handed() if how.startswith("handed") else ():
+    if leaves(number, "between"):
+        if how == "handed fails":
+            raise ValueError("of the script's")
+        break
+if how.startswith("handed"):
+    sys.exit()
 with rt.Session(model=model, optimizer=optimizer) as session:
     while where == "call" and session.position.step < 8:
         session.call(body, session.position.step)

@@ -7,7 +7,9 @@ at the same place, tell the agent what they hold, and go no further.
 When: with each snapshot (a checkpoint is put together from parts of all replicas), when a recovery is over (before
 anybody trains on what a replica gave), at the end, and before the updates that are 1, 2, 4, 8, ... behind the last of
 these beginnings: a gradient that nobody averages shows in the first one, unless its learning rate is still 0. And every
-so many updates: what changes a bit without a sign may do so at any time.
+so many updates: what changes a bit without a sign may do so at any time. Also before those that are 3, 7, 15, 31, ...
+behind a beginning: ranks that train apart and average their parameters each second, fourth or tenth update are the same
+before all the others.
 
 Objects of the user's (``state=``), schedulers and plain attributes of modules are not in the fingerprint: one that
 differs (a clock, a running mean of the rank's own losses) need not be wrong, until a new process gets that of another
@@ -83,9 +85,10 @@ class Comparison:
         usual = seldom or (since > 0 and self._every > 0 and since % self._every == 0)
         if seldom and not self.alone:
             self._link.channel.send(Shared(commits, self._state.rows(extra=True)))
-        self._left_out = commits if usual and shown else -1
+        compares = usual or (since > 1 and not since & (since + 1))
+        self._left_out = commits if compares and shown else -1
         asked = commits == self._link.look_at and not self.alone
-        if (usual and not shown) or self.doubted or asked:
+        if (compares and not shown) or self.doubted or asked:
             held = self.write(commits)
             if asked:
                 self._link.channel.send(Held(commits, held))

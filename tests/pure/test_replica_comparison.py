@@ -100,7 +100,7 @@ def test_all_find_it_at_the_next_comparison_and_nowhere_else(seed: int) -> None:
     chance = random.Random(seed)
     saved = frozenset(chance.sample(range(24), 5))
     drift = (chance.randrange(3), chance.randrange(15))
-    expected = min(each for each in saved | {1, 2, 4, 8, 16} if each > drift[1])
+    expected = min(each for each in saved | {1, 2, 3, 4, 7, 8, 15, 16} if each > drift[1])
     ranks = run(seed, saved, drift)
     assert [rank.found_at for rank in ranks] == [expected] * 3
     differs = [told for rank in ranks for told in rank.told if type(told) is Differs]
@@ -121,7 +121,7 @@ def test_it_is_looked_for_less_and_less_often() -> None:
         for commits in range(begin, begin + 1000):
             rank.comparison.head(commits, shown=False)
             rank.comparison.look()
-        assert rank.made == 10, "behind 1, 2, 4, ... 512"
+        assert rank.made == 18, "behind 1, 2, 4, ... 512, and 3, 7, 15, ... 511: each odd one is between two averages"
 
 
 def test_and_at_least_every_so_many_updates() -> None:
@@ -133,7 +133,7 @@ def test_and_at_least_every_so_many_updates() -> None:
         rank.comparison.head(commits, shown=False)
         rank.comparison.look()
         found += [commits - 7] * (rank.made > made)
-    assert found == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192]
+    assert found == [1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 63, 64, 96, 127, 128, 160, 192]
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

@@ -56,4 +56,8 @@ with rt.Session(model=model, optimizer=optimizer.optimizer, scheduler=scheduler.
         batches = iter(accelerator.skip_first_batches(loader, skipped))
         while window := list(islice(batches, asked.accumulate)):
             seen.append(session.call(body, window))
-print(f"rank {accelerator.process_index} ends: last loss {seen[-1]:.6f}" if seen else "nothing to do", flush=True)
+print(
+    f"rank {accelerator.process_index} ends: last loss {seen[-1]:.6f}\n" if seen else "nothing to do\n",
+    end="",
+    flush=True,
+)

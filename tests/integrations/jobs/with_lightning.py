@@ -98,7 +98,7 @@ def main() -> None:
     told = f"steps {trainer.global_step}, epochs {trainer.current_epoch}"
     if asked.kind == "monitors":
         told += f", best {[sorted(map(float, each.best_k_models.values())) for each in more]}"
-    print(f"rank {trainer.global_rank} ends: {told}", flush=True)
+    print(f"rank {trainer.global_rank} ends: {told}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

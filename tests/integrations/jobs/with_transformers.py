@@ -120,7 +120,7 @@ def main() -> None:
     weights = sum(parameter.double().sum().item() for parameter in trainer.model.parameters())
     told = f"steps {state.global_step}, tokens {state.num_input_tokens_seen}, losses {losses}, mean {mean}"
     told += f", lines {sum('logged in the body' in line for line in state.log_history)}, kept {keeps and keeps.kept}"
-    print(f"rank {trainer.args.process_index} ends: {told}, weights {weights}", flush=True)
+    print(f"rank {trainer.args.process_index} ends: {told}, weights {weights}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,20 @@ def ends(*steps: int) -> list[Event]:
             0,
             "done after 9 s: 41 steps, 0 recoveries, newest checkpoint: step 40 (a/step_40)",
         ),
+        (
+            [
+                *beginning(),
+                at(600, "tail_lost", detail={"next": 6, "names": []}),
+                *(at(700 + rank, "tail_input_missing", rank, detail={"of": 1}) for rank in (0, 2)),
+                at(900, "tail_lost", detail={"next": 7, "names": ["0.bn.running_mean"]}),
+                *ends(9),
+            ],
+            0,
+            (
+                "done after 9 s: 9 steps, 0 recoveries, results may differ from an undisturbed run's "
+                "(tail_input_missing, tail_lost: see above)"
+            ),
+        ),
     ],
 )
 def test_what_is_said(events: list[Event], code: int, expected: str) -> None:

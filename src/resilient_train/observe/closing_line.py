@@ -24,6 +24,8 @@ def summary(events: Sequence[Event], code: int) -> str:
         parts.append(f"newest checkpoint: step {newest.step} ({newest.path})")
     if any(event.kind == "session_end" and number_of(event, "nan_tensors") for event in events):
         parts.append("the state at the end holds NaN")
+    if run.otherwise:
+        parts.append(f"results may differ from an undisturbed run's ({', '.join(run.otherwise)}: see above)")
     return f"{end} after {seconds:.0f} s: {', '.join(parts)}"
 
 

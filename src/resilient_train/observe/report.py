@@ -43,6 +43,7 @@ def as_dict(run: Run) -> dict[str, Any]:
         "steps_redone": run.steps_redone,
         "committed_steps_lost": run.commits_lost,
         "updates_lost": run.saved.updates_lost,
+        "otherwise": list(run.otherwise),
         "saved": saved_as_dict(run.saved),
         "deviations": msgspec.to_builtins(run.deviations),
         "nan": msgspec.to_builtins(run.nan),
@@ -247,6 +248,10 @@ def _ending(run: Run) -> list[Line]:
     repaired = f"steps redone: {run.steps_redone}   committed steps lost: {run.commits_lost}"
     lost = run.saved.updates_lost
     found = [Line(f"{repaired} in recoveries, {lost} otherwise (see above)" if lost else repaired)]
+    if run.otherwise:
+        kinds = ", ".join(run.otherwise)
+        text = f"results may differ from an undisturbed run's: {kinds} (docs/reference/events.md)"
+        found.append(Line(text, "yellow"))
     if run.restarts:
         found.append(Line(f"all ranks started again together: {run.restarts} times", "yellow"))
     if run.exit_code is not None and run.exit_code != 0:

@@ -145,6 +145,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Rank -> digest of the state that is its own (random numbers, loader)."""
     replicas: tuple[tuple[int, ...], ...] = ()
     """The ranks that are to hold the same; () where that is all of them."""
+    otherwise: tuple[str, ...] = ()
+    """The events that say that something was computed, or is left, otherwise than without faults."""
 
     @property
     def steps_redone(self) -> int:
@@ -181,6 +183,13 @@ def _nan_seen(event: Event) -> NanSeen:
     return NanSeen(text_of(event, "told") or "", number_of(event, "commits"), known)
 
 
+_OTHERWISE = ("tail_input_missing", "tail_added_otherwise", "other_data", "other_loop", "hooks_lost")
+
+
+def _is_otherwise(event: Event) -> bool:
+    return event.kind in _OTHERWISE or (event.kind == "tail_lost" and bool(event.detail.get("names")))
+
+
 def _all_left_well(ordered: Sequence[Event]) -> bool:
     """Where no Session says that it is over: each rank's newest process has ended with 0."""
     newest: dict[int, bool] = {}
@@ -214,6 +223,7 @@ def read_run(events: Iterable[Event]) -> Run:
         digests={event.rank: text for event in sessions if (text := text_of(event, "params_digest"))},
         rank_digests={event.rank: text for event in sessions if (text := text_of(event, "rank_digest"))},
         replicas=groups_of(begun[-1], "replicas") if begun else (),
+        otherwise=tuple(dict.fromkeys(event.kind for event in ordered if _is_otherwise(event))),
     )
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist  # noqa: E402 - likewise
 from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import ConfigError, ProtocolError, StateError  # noqa: E402
-from resilient_train.frameworks.roles import NOTHING_WRITTEN, WrittenInTail  # noqa: E402
+from resilient_train.frameworks.roles import GIVEN_HERE, NOTHING_WRITTEN, WrittenInTail  # noqa: E402
 from resilient_train.frameworks.torch.kept import buffers as buffers_module  # noqa: E402
 from resilient_train.frameworks.torch.kept.buffers import Buffers  # noqa: E402 - likewise
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
@@ -160,21 +160,41 @@ def test_what_a_lost_tail_has_written_of_its_own_is_named() -> None:
 def test_what_rank_0_has_broadcast_in_a_lost_tail_comes_from_it() -> None:
     """Its own stay as they were: ``gave`` alone tells. What the tail has written besides is named, as ever."""
     nets = mine, theirs, _ = [model() for _ in range(3)]
-    own, root, successor = (TorchRankState((net,), {}) for net in nets)
+    own, root, successor = (TorchRankState((net,), {}, rank) for rank, net in zip((1, 0, 1), nets, strict=True))
     train(mine)
     train(theirs, 2)
     published, before = own.packed(), root.packed()
-    root.gave([buffer for name, buffer in theirs.named_buffers() if "running" in name])
+    root.given_by(0, [buffer for name, buffer in theirs.named_buffers() if "running" in name])
     tail = root.written_since(before)
-    assert sorted(tail.given) == sorted(key for key in root.buffers.own() if "running" in key) != []
+    keys = sorted(key for key in root.buffers.own() if "running" in key)
+    assert tail.given == tuple((key, GIVEN_HERE) for key in keys) != ()
     assert successor.restore(published, tail) == ()
     assert successor.packed() != published
     held, given = successor.buffers.changed(), root.buffers.changed()
-    assert all(torch.equal(held[key], given[key]) for key in tail.given)
+    assert all(torch.equal(held[key], given[key]) for key in keys)
     train(theirs)
     assert root.written_since(before).given == (), "it has written them itself since"
+    assert successor.restore(published, root.written_since(before)) != ()
     root.tail_begins()
     assert root.written_since(root.packed()) == NOTHING_WRITTEN
+
+
+def test_of_what_a_lost_rank_itself_had_broadcast_nothing_is_lost() -> None:
+    """A replica holds the lost rank's by then, and did not before; a third rank's place would get none of it."""
+    (mine, theirs), packed = (model(), model()), b""
+    for rank, names in ((1, True), (2, False)):
+        own, replica = TorchRankState((mine,), {}, rank), TorchRankState((theirs,), {}, 0)
+        train(mine)
+        train(theirs, 2)
+        packed, before = own.packed(), replica.packed()
+        running = [each for name, each in theirs.named_buffers() if "running" in name]
+        replica.given_by(2, running)
+        for here, there in zip(theirs.buffers(), mine.buffers(), strict=True):
+            here.copy_(there)
+        tail = replica.written_since(before)
+        assert {giver for _, giver in tail.given} == {2}
+        assert any("running" in each for each in own.restore(packed, tail)) is names
+        assert own.packed() == packed
 
 
 def test_another_ranks_buffers_are_those_it_had_published() -> None:

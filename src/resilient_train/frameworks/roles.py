@@ -603,16 +603,18 @@ class State(Protocol):
 class WrittenInTail(NamedTuple):
     """What modules hold that a tail has written, as it was before it and as it is behind it; as ``packed`` does it.
     ``own``: names of what else it has written that each rank has for itself; ``drawn``: random numbers are such.
-    ``given``: of what modules hold that which this rank has broadcast there, and has not written: it is everybody's.
+    ``given``: what of modules was broadcast there, with the rank that gave it; it is everybody's then. With
+    ``GIVEN_HERE`` the one that says so gave it, and has not written it since.
     """
 
     before: bytes
     after: bytes
     own: tuple[str, ...] = ()
     drawn: bool = False
-    given: tuple[str, ...] = ()
+    given: tuple[tuple[str, int], ...] = ()
 
 
+GIVEN_HERE = -1
 NOTHING_WRITTEN = WrittenInTail(b"", b"")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from inspect import CO_GENERATOR, currentframe
+from itertools import dropwhile
 from types import FrameType, TracebackType
 
 from resilient_train.errors import TrainingInterrupted
@@ -76,9 +77,13 @@ def left_by_an_error() -> bool:
     by GeneratorExit for a ``break`` there too, and puts the error aside meanwhile: nothing in the generator tells. But
     the error's traceback has that code's frame already.
     """
-    generators = [each for each in _outwards(currentframe()) if each.f_code.co_flags & CO_GENERATOR]
-    reader = generators[-1].f_back if generators else None
+    behind = dropwhile(lambda frame: not _is_generators(frame), _outwards(currentframe()))
+    reader = next(dropwhile(_is_generators, behind), None)
     return reader is not None and any(type(each) is TracebackType for each in gc.get_referrers(reader))
+
+
+def _is_generators(frame: FrameType) -> bool:
+    return bool(frame.f_code.co_flags & CO_GENERATOR)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

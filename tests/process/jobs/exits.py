@@ -78,7 +78,7 @@ def handed() -> Iterator[int]:
                 yield step.number
 
 
-for number in handed() if how.startswith("handed") else ():
+for number in (each for each in handed()) if how.startswith("handed") else ():
     if leaves(number, "between"):
         if how == "handed fails":
             raise ValueError("of the script's")

@@ -199,9 +199,9 @@ class TorchCollectives:
         if mode is not Mode.UPDATE and verb == "monitored_barrier":
             return self._tail.call(group, "barrier", ())
         if mode is not Mode.UPDATE:
-            if verb == "broadcast" and group.rank() == root_of(args):
-                wrapper = synced()
-                self._rank_state.gave(wrapper.modules_buffers if wrapper is not None else flat(args[0]))
+            if verb == "broadcast":
+                wrapper, giver = synced(), group.global_ranks[root_of(args)]
+                self._rank_state.given_by(giver, wrapper.modules_buffers if wrapper is not None else flat(args[0]))
             return self._tail.call(group, verb, args)
         raise UsageError(
             f"{verb} was called while the update of this step is only half done (one optimizer has written and another "

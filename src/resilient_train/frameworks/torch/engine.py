@@ -27,10 +27,11 @@ def engine_for(objects: Objects) -> Engine:
     """See ``frameworks/roles.Plugin``."""
     admission.check(objects)
     data.shield_workers()
-    device_of_rank = accelerator(dist.get_rank() if dist.is_initialized() else 0, objects.models)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    device_of_rank = accelerator(rank, objects.models)
     generators.follow(device_of_rank)
     groups = TorchGroups(device_of_rank)
-    rank_state = TorchRankState(objects.models, objects.rank_extra)
+    rank_state = TorchRankState(objects.models, objects.rank_extra, rank)
     rank_state.buffers.claim(objects.models)
     held = objects._replace(optimizers=tuple(map(shown, objects.optimizers)))
     state = TorchState(held, rank_state, device_of_rank)

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from resilient_train._native import Glance, columns
-from resilient_train.frameworks.roles import NOTHING_WRITTEN, WrittenInTail
+from resilient_train.frameworks.roles import GIVEN_HERE, NOTHING_WRITTEN, WrittenInTail
 from resilient_train.frameworks.torch.kept.buffers import Buffers, lies_here, same_bits
 from resilient_train.frameworks.torch.kept.module_entries import same_objects
 from resilient_train.frameworks.torch.tensors.containers import dressed, worn
@@ -37,7 +37,8 @@ _MEMORY = (torch.Tensor.data_ptr, "shape")
 class TorchRankState:
     """All of it together, as one tree: see ``frameworks/roles.RankState``."""
 
-    def __init__(self, models: tuple[torch.nn.Module, ...], extra: Mapping[str, Any]) -> None:
+    def __init__(self, models: tuple[torch.nn.Module, ...], extra: Mapping[str, Any], rank: int = 0) -> None:
+        self._rank = rank
         self.buffers = Buffers(models)
         for name, thing in extra.items():
             check_has_state(f"rank_state[{name!r}]", thing)
@@ -47,16 +48,17 @@ class TorchRankState:
         self._more = bool(extra) or self._modules.any()
         """Whether there is something beside buffers."""
         self._kept = _Packed(b"", None)
-        self._given = set[str]()
+        self._given = dict[str, int]()
+        """See ``WrittenInTail``."""
 
     def tail_begins(self) -> None:
         self._given.clear()
 
-    def gave(self, tensors: Sequence[torch.Tensor]) -> None:
-        """This rank has broadcast them in a tail. Its own are as before then, and all others have these."""
+    def given_by(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
+        """A rank broadcasts them in a tail. Its own are as before then, and all others have these."""
         places = {(each.data_ptr(), each.nbytes) for each in tensors}
         own = self.buffers.published().items()
-        self._given |= {key for key, each in own if each is not None and (each.data_ptr(), each.nbytes) in places}
+        self._given |= {key: rank for key, each in own if each is not None and (each.data_ptr(), each.nbytes) in places}
 
     def of_another(self, theirs: bytes, mine: bytes, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """What another rank had in their places when it packed ``theirs``. None if they are not what they were when
@@ -103,7 +105,8 @@ class TorchRankState:
     def restore(self, state: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> tuple[str, ...]:
         """In another process than that which packed it: one that has built the same model. Raises ProtocolError."""
         mine, was, now = (self._read(each) for each in (state, tail.before, tail.after))
-        behind, moved, given = list(tail.own), {*mine["moved"], *now["moved"]}, {*tail.given}
+        behind, moved = list(tail.own), {*mine["moved"], *now["moved"]}
+        given, sent = ({key for key, giver in tail.given if giver == who} for who in (GIVEN_HERE, self._rank))
         first = {key for key in now["buffers"] if self.buffers.is_as_built(key, mine["buffers"].get(key))} - given
         put: Mapping[str, Callable[[dict[str, Any]], None]] = {
             "buffers": lambda values: self.buffers.restore(values, moved),
@@ -114,14 +117,10 @@ class TorchRankState:
                 key: each for key, each in now[kind].items() if key in given or _alike(mine[kind], was[kind], key)
             }
             put[kind]({**mine[kind], **shared})
-            # What is written for the first time may be another value on each rank, or the same on all.
-            # Where it is what this rank had before, this rank has given it to all.
-            behind += [
-                key
-                for key in now[kind]
-                if (key not in shared or key not in was[kind] or key in first)
-                and not (key in mine[kind] and _alike(mine[kind], now[kind], key))
-            ]
+            # What is written for the first time may be another value on each rank, or the same on all. What this rank
+            # itself has given to the others it has.
+            lost = [key for key in now[kind] if key not in shared or key not in was[kind] or key in first]
+            behind += [key for key in lost if key not in sent]
         for name, each in mine["extra"].items():
             restore_object(self._extra[name], each)
         return tuple(behind)
@@ -131,7 +130,8 @@ class TorchRankState:
         if now == before and not self._given:
             return NOTHING_WRITTEN
         had, has = self._read(before), self._read(now)
-        given = {key for key in self._given & has["buffers"].keys() if _alike(had["buffers"], has["buffers"], key)}
+        here = {key for key, giver in self._given.items() if giver == self._rank}
+        given = {key for key in here & has["buffers"].keys() if _alike(had["buffers"], has["buffers"], key)}
         kept: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         for kind in ("buffers", "extra_state"):
             written = [key for key in has[kind] if key in given or not _alike(had[kind], has[kind], key)]
@@ -141,7 +141,9 @@ class TorchRankState:
         own = tuple(f"rank_state[{name!r}]" for name in names)
         if not any(kept[1].values()):
             return WrittenInTail(b"", b"", own)
-        return WrittenInTail(pack(kept[0]), pack({**kept[1], **self._moved()}), own, given=tuple(sorted(given)))
+        told = {**dict.fromkeys(given, GIVEN_HERE), **{key: self._given[key] for key in self._given.keys() - here}}
+        after = pack({**kept[1], **self._moved()})
+        return WrittenInTail(pack(kept[0]), after, own, given=tuple(sorted(told.items())))
 
     def _read(self, state: bytes) -> dict[str, Any]:
         tree = dressed(unpack(state, placed=True), self._held()) if state else {}

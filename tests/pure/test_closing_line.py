@@ -88,6 +88,8 @@ def test_why_they_may_not_have_happened() -> None:
     assert "another process" not in missed([at(5, "joined", 0, incarnation=1)], plan)
     died_later = at(5, "injected", 1, step=7, incarnation=0, detail={"kind": "kill", "at": "start"})
     assert "another process" not in missed([died_later, at(6, "joined", 1, incarnation=1)], plan)
+    further = at(5, "injected", 0, step=12, detail={"kind": "kill", "at": "start"})
+    assert "another process" not in missed([further, at(6, "joined", 1, incarnation=1)], plan), "all were there"
     assert "another process" not in missed([at(5, "joined", 1)], [early])
     assert "; APPLIED is none where a Session has undo=True)" in missed(
         [], parse_plan("kill rank=1 step=3 phase=APPLIED")

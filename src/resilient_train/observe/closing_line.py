@@ -59,10 +59,16 @@ def missed(events: Sequence[Event], plan: Sequence[Injection]) -> str:
 
 
 def _had_ended(clause: Injection, events: Sequence[Event]) -> bool:
-    """Whether a later process took the place of the one that it is for, which is not seen to have come to the step."""
-    of_rank = [each for each in events if each.rank == clause.rank]
-    came = any(each.incarnation == clause.incarnation and each.step >= clause.step for each in of_rank)
-    return not came and any(each.incarnation > clause.incarnation for each in of_rank)
+    """Whether a later process took the place of the one that it is for before that came to the step: nobody was further.
+    No rank is two steps behind another.
+    """
+    later = [each.time_ns for each in events if each.rank == clause.rank and each.incarnation > clause.incarnation]
+    before = [each for each in events if later and each.time_ns < min(later)]
+    own = any(
+        (each.rank, each.incarnation) == (clause.rank, clause.incarnation) and each.step >= clause.step
+        for each in before
+    )
+    return bool(later) and not own and all(each.step <= clause.step for each in before)
 
 
 def _progress(events: Sequence[Event]) -> str:

@@ -158,12 +158,13 @@ def test_what_a_lost_tail_has_written_of_its_own_is_named() -> None:
 
 
 def test_what_rank_0_has_broadcast_in_a_lost_tail_comes_from_it() -> None:
-    """Its own stay as they were: ``gave`` alone tells. What the tail has written besides is named, as ever."""
+    """Its own stay as they were: ``given_by`` alone tells. What the tail has written besides is named, as ever."""
     nets = mine, theirs, _ = [model() for _ in range(3)]
     own, root, successor = (TorchRankState((net,), {}, rank) for rank, net in zip((1, 0, 1), nets, strict=True))
     train(mine)
     train(theirs, 2)
     published, before = own.packed(), root.packed()
+    root.tail_begins()
     root.given_by(0, [buffer for name, buffer in theirs.named_buffers() if "running" in name])
     tail = root.written_since(before)
     keys = sorted(key for key in root.buffers.own() if "running" in key)
@@ -172,6 +173,13 @@ def test_what_rank_0_has_broadcast_in_a_lost_tail_comes_from_it() -> None:
     assert successor.packed() != published
     held, given = successor.buffers.changed(), root.buffers.changed()
     assert all(torch.equal(held[key], given[key]) for key in keys)
+    with torch.no_grad():
+        theirs.get_buffer(keys[0].replace("0.", "", 1)).add_(0)
+    assert root.written_since(before).given == tail.given[1:], "and where it puts back what was there, others may, too"
+    root.keep()
+    with torch.no_grad():
+        theirs.get_buffer(keys[1].replace("0.", "", 1)).add_(0)
+    assert root.written_since(before).given == tail.given[1:], "the next body writes what it likes"
     train(theirs)
     assert root.written_since(before).given == (), "it has written them itself since"
     assert successor.restore(published, root.written_since(before)) != ()

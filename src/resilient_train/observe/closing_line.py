@@ -59,8 +59,8 @@ def missed(events: Sequence[Event], plan: Sequence[Injection]) -> str:
 
 
 def _had_ended(clause: Injection, events: Sequence[Event]) -> bool:
-    """Whether a later process took the place of the one that it is for before that came to the step: nobody was further.
-    No rank is two steps behind another.
+    """Whether a later process took the place of the one that it is for before that came to the step: nobody was further
+    (and no rank is two steps behind another).
     """
     later = [each.time_ns for each in events if each.rank == clause.rank and each.incarnation > clause.incarnation]
     before = [each for each in events if later and each.time_ns < min(later)]

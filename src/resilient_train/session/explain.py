@@ -75,11 +75,12 @@ class Explainer:
 def left_by_an_error() -> bool:
     """Whether an error is on its way through the code that reads the generator which is being closed. Python closes it
     by GeneratorExit for a ``break`` there too, and puts the error aside meanwhile: nothing in the generator tells. But
-    the error's traceback has that code's frame already.
+    the error's traceback has that code's frame already, at the instruction where that is; another one has not.
     """
     behind = dropwhile(lambda frame: not _is_generators(frame), _outwards(currentframe()))
     reader = next(dropwhile(_is_generators, behind), None)
-    return reader is not None and any(type(each) is TracebackType for each in gc.get_referrers(reader))
+    tracebacks = (each for each in gc.get_referrers(reader) if isinstance(each, TracebackType))
+    return reader is not None and any(each.tb_lasti == reader.f_lasti for each in tracebacks)
 
 
 def _is_generators(frame: FrameType) -> bool:

@@ -201,7 +201,8 @@ class TorchCollectives:
         if mode is not Mode.UPDATE:
             if verb == "broadcast":
                 wrapper, giver = synced(), group.global_ranks[root_of(args)]
-                self._rank_state.given_by(giver, wrapper.modules_buffers if wrapper is not None else flat(args[0]))
+                own = wrapper is not None and not hasattr(wrapper, "buffer_hook")
+                self._rank_state.given_by(giver, wrapper.modules_buffers if wrapper and own else flat(args[0]))
             return self._tail.call(group, verb, args)
         raise UsageError(
             f"{verb} was called while the update of this step is only half done (one optimizer has written and another "

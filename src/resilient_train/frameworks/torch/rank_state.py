@@ -48,33 +48,47 @@ class TorchRankState:
         self._more = bool(extra) or self._modules.any()
         """Whether there is something beside buffers."""
         self._kept = _Packed(b"", None)
-        self._given = dict[str, int]()
-        """See ``WrittenInTail``."""
+        self._given = dict[str, _Given]()
+        """What was broadcast in the newest tail; see ``WrittenInTail``."""
+        self._in_tail = False
 
     def tail_begins(self) -> None:
         self._given.clear()
+        self._in_tail = True
 
     def given_by(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
         """A rank broadcasts them in a tail. Its own are as before then, and all others have these."""
         places = {(each.data_ptr(), each.nbytes) for each in tensors}
-        own = self.buffers.published().items()
-        self._given |= {key: rank for key, each in own if each is not None and (each.data_ptr(), each.nbytes) in places}
+        own = {key: each for key, each in self.buffers.published().items() if each is not None}
+        self._given |= {
+            key: _Given(rank, each, each._version)
+            for key, each in own.items()
+            if (each.data_ptr(), each.nbytes) in places
+        }
+
+    def _given_here(self) -> set[str]:
+        """What this rank has broadcast, and not written since, not even back: where it has, others have done so too."""
+        here = {key: each for key, each in self._given.items() if each.by == self._rank}
+        return {key for key, each in here.items() if not self._in_tail or each.buffer._version == each.version}
+
+    def _tail_ends(self) -> None:
+        here = self._given_here()
+        self._given = {key: each for key, each in self._given.items() if each.by != self._rank or key in here}
+        self._in_tail = False
 
     def of_another(self, theirs: bytes, mine: bytes, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """What another rank had in their places when it packed ``theirs``. None if they are not what they were when
-        this one packed ``mine``, in the same place: the other's are not either then.
+        this one packed ``mine``: the other's are not either then.
         """
-        keys = {id(each): key for key, each in self.buffers.published().items()}
+        keys, own = self.buffers.keys(), self.buffers.published()
         had, held = (unpack(each, placed=True).get("buffers", {}) if each else {} for each in (mine, theirs))
         found = []
         for each in buffers:
-            key = keys.get(id(each))
-            if key is None:  # nobody has written it
-                found.append(each)
-            elif key in held and key in had and same_bits(had[key], each):
-                found.append(held[key].to(each.device))
-            else:
+            key = keys.get(id(each), "")
+            still = key not in own if key not in had else same_bits(had[key], each)
+            if not still or (key in had and key not in held):
                 return None
+            found.append(held[key].to(each.device) if key in held else each)
         return found
 
     def packed(self) -> bytes:
@@ -130,8 +144,8 @@ class TorchRankState:
         if now == before and not self._given:
             return NOTHING_WRITTEN
         had, has = self._read(before), self._read(now)
-        here = {key for key, giver in self._given.items() if giver == self._rank}
-        given = {key for key in here & has["buffers"].keys() if _alike(had["buffers"], has["buffers"], key)}
+        here = self._given_here() & has["buffers"].keys()
+        given = {key for key in here if _alike(had["buffers"], has["buffers"], key)}
         kept: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         for kind in ("buffers", "extra_state"):
             written = [key for key in has[kind] if key in given or not _alike(had[kind], has[kind], key)]
@@ -141,7 +155,8 @@ class TorchRankState:
         own = tuple(f"rank_state[{name!r}]" for name in names)
         if not any(kept[1].values()):
             return WrittenInTail(b"", b"", own)
-        told = {**dict.fromkeys(given, GIVEN_HERE), **{key: self._given[key] for key in self._given.keys() - here}}
+        told = {key: each.by for key, each in self._given.items() if each.by != self._rank}
+        told.update(dict.fromkeys(given, GIVEN_HERE))
         after = pack({**kept[1], **self._moved()})
         return WrittenInTail(pack(kept[0]), after, own, given=tuple(sorted(told.items())))
 
@@ -156,6 +171,8 @@ class TorchRankState:
 
     def keep(self) -> None:
         """Remembers it, at the begin of a window."""
+        if self._in_tail:
+            self._tail_ends()
         self._kept = self._packed(self.buffers.keep())
 
     def rollback(self) -> None:
@@ -185,6 +202,14 @@ class TorchRankState:
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
     """Whether both have it and it is the same, bit for bit, or none has it."""
     return (key in one, key in one and pack(one[key])) == (key in other, key in other and pack(other[key]))
+
+
+class _Given(NamedTuple):
+    """A buffer that a rank has broadcast, and its version then."""
+
+    by: int
+    buffer: torch.Tensor
+    version: int
 
 
 class _Packed(NamedTuple):

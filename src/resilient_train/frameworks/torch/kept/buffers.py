@@ -229,6 +229,13 @@ class Buffers:
         still = self._still
         return dict(sorted({**still, **own}.items())) if own and still else own or {**still}
 
+    def keys(self) -> dict[int, str]:
+        """Of all that are there, by id."""
+        there = (
+            (prefix, name, each) for prefix, module in self._modules.items() for name, each in module._buffers.items()
+        )
+        return {id(each): f"{prefix}.{name}" for prefix, name, each in there if each is not None}
+
     def is_as_built(self, key: str, value: torch.Tensor | None) -> bool:
         """As far as that is known."""
         return value is not None and key in self._claimed and same_bits(self._claimed[key], value)

@@ -78,6 +78,13 @@ def handed() -> Iterator[int]:
                 yield step.number
 
 
+kept = None
+if how == "handed":  # an error of before is not on its way
+    try:
+        int("none")
+    except ValueError as error:
+        kept = error
+
 for number in (each for each in handed()) if how.startswith("handed") else ():
     if leaves(number, "between"):
         if how == "handed fails":

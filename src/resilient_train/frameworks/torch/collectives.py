@@ -199,11 +199,12 @@ class TorchCollectives:
         if mode is not Mode.UPDATE and verb == "monitored_barrier":
             return self._tail.call(group, "barrier", ())
         if mode is not Mode.UPDATE:
+            work = self._tail.call(group, verb, args)
             if verb == "broadcast":
                 wrapper, giver = synced(), group.global_ranks[root_of(args)]
                 own = wrapper is not None and not hasattr(wrapper, "buffer_hook")
                 self._rank_state.given_by(giver, wrapper.modules_buffers if wrapper and own else flat(args[0]))
-            return self._tail.call(group, verb, args)
+            return work
         raise UsageError(
             f"{verb} was called while the update of this step is only half done (one optimizer has written and another "
             "has not, or a closure that was given to optimizer.step() communicates): pass Session(undo=True), so that "

@@ -57,7 +57,7 @@ class TorchRankState:
         self._in_tail = True
 
     def given_by(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
-        """A rank broadcasts them in a tail. Its own are as before then, and all others have these."""
+        """A rank has broadcast them in a tail. Its own are as before then, and all others have these."""
         places = {(each.data_ptr(), each.nbytes) for each in tensors}
         own = {key: each for key, each in self.buffers.published().items() if each is not None}
         self._given |= {

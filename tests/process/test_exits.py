@@ -46,7 +46,14 @@ def test_all_ranks_leave_the_generator_that_the_loop_is_in(tmp_path: Path, undis
     assert run.digests() == reference.digests(), run.explain()
 
 
-@pytest.mark.parametrize(("how", "words"), [("handed", ALONE), ("handed fails", "failed: ValueError: of the script's")])
+BREAKS = "left its loop after 5 updates while the others were still training"
+FAILS = "failed: ValueError: of the script's"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("handed", BREAKS), *((how, FAILS) for how in ("handed fails", "handed on fails", "handed reraises"))],
+)
 def test_a_rank_that_leaves_such_a_generator_alone_ends_the_job(tmp_path: Path, how: str, words: str) -> None:
     """Of an error there Python says nothing in the generator: it must not wait for the others, who come to no end."""
     run = leave(tmp_path / "run", how, "between", "1")

@@ -460,13 +460,9 @@ class Driver:
         """
         if self._is_fork or self._released:
             return
-        finish = error is None
+        finish = error is None or (isinstance(error, GeneratorExit) and not left_by_an_error())
         try:
-            if isinstance(error, GeneratorExit):
-                exits = not left_by_an_error()
-            else:
-                exits = isinstance(error, SystemExit) and error.code in (None, 0)
-            if exits and self._rank.leavable:
+            if isinstance(error, SystemExit) and error.code in (None, 0) and self._rank.leavable:
                 finish = self._exits = True
             if finish and self._begun and not self._told_end:
                 self._left_at = self._peers.progress()
@@ -1098,7 +1094,7 @@ class Driver:
         with self._engine.collectives.loading():
             number = self._publication.take_up(published, tail)
         if self._publication.behind or self._publication.tail_cut:
-            self._notices.tail_lost(number, self._publication.behind)
+            self._notices.tail_lost(number, self._publication.behind, self._publication.given)
         self._tell_strayed(number)
         if self._entered:
             self._publication.called = b""  # it has its own arguments

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from inspect import CO_GENERATOR, currentframe
-from itertools import dropwhile
+from itertools import dropwhile, islice
+from opcode import opname
 from types import FrameType, TracebackType
 
 from resilient_train.errors import TrainingInterrupted
@@ -72,15 +73,23 @@ class Explainer:
         return Exit("error", text)
 
 
+_IN_ORDER = frozenset(("POP_TOP", "YIELD_VALUE", "RESUME", "SEND"))
+"""Where code stands that has left a loop by ``break`` or ``return``, and a generator that is closed: at no error."""
+
+
 def left_by_an_error() -> bool:
     """Whether an error is on its way through the code that reads the generator which is being closed. Python closes it
     by GeneratorExit for a ``break`` there too, and puts the error aside meanwhile: nothing in the generator tells. But
-    the error's traceback has that code's frame already, at the instruction where that is; another one has not.
+    a traceback has the frame of that code already, and it stands where errors are raised. (A traceback alone may be an
+    old one that is kept.) Between the two there may be other generators.
     """
-    behind = dropwhile(lambda frame: not _is_generators(frame), _outwards(currentframe()))
-    reader = next(dropwhile(_is_generators, behind), None)
-    tracebacks = (each for each in gc.get_referrers(reader) if isinstance(each, TracebackType))
-    return reader is not None and any(each.tb_lasti == reader.f_lasti for each in tracebacks)
+    for frame in islice(dropwhile(lambda each: not _is_generators(each), _outwards(currentframe())), 1, None):
+        at = opname[frame.f_code.co_code[frame.f_lasti]]
+        if at not in _IN_ORDER and any(isinstance(each, TracebackType) for each in gc.get_referrers(frame)):
+            return True
+        if not _is_generators(frame):
+            break
+    return False
 
 
 def _is_generators(frame: FrameType) -> bool:

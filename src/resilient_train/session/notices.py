@@ -16,6 +16,10 @@ from resilient_train.session.agent_link import Link
 from resilient_train.session.reading.loop_carried import LoopCarried
 
 
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:6])}{' ...' if names[6:] else ''}"
+
+
 class Notices:
     """Those of one rank. ``number`` gives the step that they are about: the one that the user has, or the next."""
 
@@ -133,10 +137,18 @@ class Notices:
             "run; a loader must find each place again (docs/how-to/load-data.md, Another place)"
         )
 
-    def tail_lost(self, following: int, names: Sequence[str]) -> None:
-        """The process whose place this one takes was lost in or behind an update. ``names``: what code there writes."""
-        self.event("tail_lost", {"next": following, "names": list(names)})
+    def tail_lost(self, following: int, names: Sequence[str], given: Sequence[str] = ()) -> None:
+        """The process whose place this one takes was lost in or behind an update. ``names``: what code there writes;
+        ``given``: what another rank has broadcast there, and is taken from it.
+        """
+        self.event("tail_lost", {"next": following, "names": list(names), "given": list(given)})
         lost = f"rank {self._who['rank']} was lost in or behind the update before step {following}"
+        if given:
+            say_aside(
+                f"{lost}: {_some(given)} are taken as they were broadcast there (an evaluation through "
+                "DistributedDataParallel begins with rank 0's buffers), which is right unless they are written again "
+                "behind that, on some ranks alone or past torch (`.data`) (docs/how-to/after-the-update.md)"
+            )
         if not names:
             say_aside(
                 f"{lost}: what the script does there on that rank alone (files that it writes, say) is not done where "
@@ -144,7 +156,7 @@ class Notices:
             )
             return
         say_aside(
-            f"{lost}, and code behind the update writes or draws {', '.join(names[:6])}{' ...' if names[6:] else ''}: "
+            f"{lost}, and code behind the update writes or draws {_some(names)}: "
             "what that rank alone had of it is lost, so the bits may not be those of the undisturbed run; write it at "
             "the head of the next step's body instead (docs/how-to/after-the-update.md)"
         )

@@ -8,7 +8,8 @@ dies"; "apart": rank 1 breaks in the next body). WHERE: "body" (its beginning), 
 Nobody leaves early with "uneven", where rank 1 asks for two steps less, and "more", where rank 0 calls a collective in
 the last tail that rank 1 does not.
 
-With "handed" the loop is in a generator, and who reads that breaks "between"; or "handed fails" there.
+With "handed" the loop is in a generator, and who reads that breaks "between"; or fails there ("handed fails"), also
+where that is in its turn read by another ("handed on fails"), or raises again what it has caught ("handed reraises").
 """
 
 import os
@@ -78,17 +79,34 @@ def handed() -> Iterator[int]:
                 yield step.number
 
 
+def fail() -> None:
+    raise ValueError("of the script's")
+
+
+def on(numbers: Iterator[int]) -> Iterator[int]:
+    for number in numbers:
+        if how == "handed on fails" and leaves(number, "between"):
+            fail()
+        yield number
+
+
 kept = None
 if how == "handed":  # an error of before is not on its way
     try:
-        int("none")
+        fail()
     except ValueError as error:
         kept = error
 
-for number in (each for each in handed()) if how.startswith("handed") else ():
+for number in on(handed()) if how.startswith("handed") else ():
     if leaves(number, "between"):
         if how == "handed fails":
-            raise ValueError("of the script's")
+            fail()
+        if how == "handed reraises":
+            try:
+                fail()
+            except ValueError:
+                print("caught")
+                raise
         break
 if how.startswith("handed"):
     sys.exit()

@@ -200,7 +200,7 @@ class TorchCollectives:
             return self._tail.call(group, "barrier", ())
         if mode is not Mode.UPDATE:
             work = self._tail.call(group, verb, args)
-            if verb == "broadcast":
+            if verb == "broadcast" and group.spans_job:
                 wrapper, giver = synced(), group.global_ranks[root_of(args)]
                 own = wrapper is not None and not hasattr(wrapper, "buffer_hook")
                 self._rank_state.given_by(giver, wrapper.modules_buffers if wrapper and own else flat(args[0]))

@@ -59,12 +59,10 @@ class TorchRankState:
     def given_by(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
         """A rank has broadcast them in a tail. Its own are as before then, and all others have these."""
         places = {(each.data_ptr(), each.nbytes) for each in tensors}
-        own = {key: each for key, each in self.buffers.published().items() if each is not None}
-        self._given |= {
-            key: _Given(rank, each, each._version)
-            for key, each in own.items()
-            if (each.data_ptr(), each.nbytes) in places
-        }
+        for key, each in self.buffers.published().items():
+            # The first version that is seen: while DDP has several parts under way it is a higher one, for a while.
+            if each is not None and (each.data_ptr(), each.nbytes) in places:
+                self._given.setdefault(key, _Given(rank, each, each._version))
 
     def _given_here(self) -> set[str]:
         """What this rank has broadcast, and not written since, not even back: where it has, others have done so too."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from resilient_train.frameworks.roles import NOTHING_WRITTEN, Data, RankState, WrittenInTail
+from resilient_train.frameworks.roles import GIVEN_HERE, NOTHING_WRITTEN, Data, RankState, WrittenInTail
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session.agent_link import Link
 from resilient_train.session.publication_format import Published, read
@@ -52,7 +52,9 @@ class Publication:
         self.tail_cut = False
         """The process whose place this one has taken was lost in or behind an update, and had not begun the next."""
         self.behind: tuple[str, ...] = ()
-        """What the tail that this process takes up may have written, and is as it was before it."""
+        """What the tail that this process takes up may have written, and is as it was before it; and ..."""
+        self.given: tuple[str, ...] = ()
+        """... what is as a replica has broadcast it there."""
 
     def publish(
         self, commits: int, number: int, called: bytes = b"", *, ahead: bool = False, headed: bool = False
@@ -139,6 +141,7 @@ class Publication:
         # Before the loader: its order, and its workers, may come of it.
         left = self._link.peers.left_at
         self.tail_cut = Standing(held.commits - 1, Phase.COMPUTE) < left < Standing(held.commits, Phase.COMPUTE)
+        self.given = tuple(name for name, giver in lost.given if giver == GIVEN_HERE)
         self.behind = self._rank_state.restore(held.rank, lost) + (_DRAWN if lost.drawn else ())
         self._cursor.load(
             DataPosition(

@@ -248,6 +248,7 @@ class LoggedTail:
         rank = asked.group.global_ranks[member]
         call = own = self._call_of(rank, asked.key)
         if call is None and (buffers := self._buffers_of(asked, rank)) is not None:
+            self._tell_standing(rank)
             return [buffers], *asked.args[1:]
         if call is None:
             call = self._replicas_call(asked, rank)
@@ -310,6 +311,17 @@ class LoggedTail:
             if call is not None or over or rank not in self._finishers:
                 return call
             self._rest()
+
+    def _tell_standing(self, rank: int) -> None:
+        told = (
+            f"rank {rank} died before it came to {line()}, where DistributedDataParallel gives its buffers to all: "
+            "they stand as they were when its gradients were ready, which is right unless it alone has written them behind "
+            "the update (docs/how-to/after-the-update.md)"
+        )
+        if told not in self._told_missing:
+            self._told_missing.add(told)
+            self._conductor.note("tail_buffers_stand", {"of": rank})
+            say_aside(told)
 
     def _tell_missing(self, asked: _Asked, member: int, rank: int, *, stands: bool) -> None:
         """A rank died before it came to the collective. ``stands``: a replica's input does for its own."""

@@ -315,8 +315,8 @@ class LoggedTail:
     def _tell_standing(self, rank: int) -> None:
         told = (
             f"rank {rank} died before it came to {line()}, where DistributedDataParallel gives its buffers to all: "
-            "they stand as they were when its gradients were ready, which is right unless it alone has written them behind "
-            "the update (docs/how-to/after-the-update.md)"
+            "they stand as they were when its gradients were ready, which is right unless it alone has written them "
+            "behind the update (docs/how-to/after-the-update.md)"
         )
         if told not in self._told_missing:
             self._told_missing.add(told)

@@ -141,7 +141,8 @@ class Notices:
         """The process whose place this one takes was lost in or behind an update. ``names``: what code there writes;
         ``given``: what another rank has broadcast there, and is taken from it.
         """
-        self.event("tail_lost", {"next": following, "names": list(names), "given": list(given)})
+        taken = {"given": list(given)} if given else {}
+        self.event("tail_lost", {"next": following, "names": list(names), **taken})
         lost = f"rank {self._who['rank']} was lost in or behind the update before step {following}"
         if given:
             say_aside(

@@ -201,9 +201,7 @@ class TorchCollectives:
         if mode is not Mode.UPDATE:
             work = self._tail.call(group, verb, args)
             if verb == "broadcast" and group.spans_job:
-                wrapper, giver = synced(), group.global_ranks[root_of(args)]
-                own = wrapper is not None and not hasattr(wrapper, "buffer_hook")
-                self._rank_state.given_by(giver, wrapper.modules_buffers if wrapper and own else flat(args[0]))
+                self._rank_state.given_by(group.global_ranks[root_of(args)], _broadcast(args))
             return work
         raise UsageError(
             f"{verb} was called while the update of this step is only half done (one optimizer has written and another "
@@ -286,6 +284,17 @@ def _begin(group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work
         if group.cut(error):
             works.since_update.append(NotBegun())
         raise
+
+
+def _broadcast(args: tuple[Any, ...]) -> Sequence[torch.Tensor]:
+    """What the broadcast that is being called gives to all. DDP's own is of a copy that C++ lays out; a hook of the
+    user's gives what it likes.
+    """
+    wrapper = synced()
+    if wrapper is None or hasattr(wrapper, "buffer_hook"):
+        return flat(args[0])
+    buffers: Sequence[torch.Tensor] = wrapper.modules_buffers
+    return buffers
 
 
 def _check_thread(verb: str) -> None:

@@ -78,7 +78,7 @@ class TorchRankState:
         """What another rank had in their places when it packed ``theirs``. None if they are not what they were when
         this one packed ``mine``: the other's are not either then.
         """
-        keys, own = self.buffers.keys(), self.buffers.published()
+        own, keys = self.buffers.published(), self.buffers.keys()
         had, held = (unpack(each, placed=True).get("buffers", {}) if each else {} for each in (mine, theirs))
         found = []
         for each in buffers:

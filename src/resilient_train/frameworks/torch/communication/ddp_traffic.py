@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.frame_variables import variables
+from resilient_train.frameworks.torch.kept.buffers import same_bits
 from resilient_train.frameworks.torch.tensors.storages import Memory, holds, memory_of
 from resilient_train.script_place import line
 
@@ -147,7 +148,7 @@ def coalesced(
     parts, _ = distributed._compute_bucket_assignment_by_size(buffers, [wrapper.broadcast_bucket_size])
     for part in parts:
         mine = [buffers[index] for index in part]
-        if _bits(_one(mine)) == _bits(given):
+        if same_bits(_one(mine), given):
             theirs = others(mine)
             return _one(theirs) if theirs is not None else None
     return None
@@ -156,10 +157,6 @@ def coalesced(
 def _one(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
     """As C++'s ``broadcast_coalesced`` lays them out."""
     return torch.cat([each.detach().reshape(-1) for each in buffers])
-
-
-def _bits(tensor: torch.Tensor) -> tuple[torch.dtype, bytes]:
-    return tensor.dtype, tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _in_constructor(frame: FrameType | None) -> bool:

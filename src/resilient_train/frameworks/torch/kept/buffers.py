@@ -231,10 +231,7 @@ class Buffers:
 
     def keys(self) -> dict[int, str]:
         """Of all that are there, by id."""
-        there = (
-            (prefix, name, each) for prefix, module in self._modules.items() for name, each in module._buffers.items()
-        )
-        return {id(each): f"{prefix}.{name}" for prefix, name, each in there if each is not None}
+        return {id(each): key for key in self._places if (each := self._present(key)) is not None}
 
     def is_as_built(self, key: str, value: torch.Tensor | None) -> bool:
         """As far as that is known."""

@@ -65,3 +65,21 @@ def test_what_the_tail_writes_into_modules(tmp_path: Path, undisturbed_of: Undis
     assert told == {(0, "0.module.1.late"), (2, "0.module.1.late")}, (
         "for the first time, and perhaps not the same on all"
     )
+
+
+def test_what_tails_are_seen_to_write_apart_is_named(tmp_path: Path) -> None:
+    """Rank 0 and what it alone writes, or has otherwise behind its tails: the same in front of this one, it was taken
+    from the replica, and all ranks trained on with that. Also where the source is a new process, and right behind the
+    step that has made one of them equal.
+    """
+    plan = (
+        "kill rank=0 step=4 phase=APPLIED at=end; kill rank=1 step=6 phase=COMPUTE at=backward; "
+        "kill rank=0 step=8 phase=UPDATING at=end incarnation=1"
+    )
+    run = launch(tmp_path / "run", "behind.py", "apart", "11", ranks=2, flags=("--faults", plan))
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 3, run.explain()
+    apart = [f"0.module.1.{name}" for name in ("last", "mean", "peak")]
+    told = [(event["rank"], event["detail"]["names"]) for event in run.of("tail_lost")]
+    assert told == [(0, apart), (0, apart)], run.explain()
+    assert "results may differ from an undisturbed run's (tail_lost: see above)" in run.err

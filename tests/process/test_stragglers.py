@@ -109,8 +109,9 @@ def test_it_is_replaced(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     fenced = next(each for each in run.of("fenced") if each["rank"] == 1)
     assert fenced["detail"]["reason"] == f"computes {named['ratio']:.2f} times slower since step {named['since']}"
     assert run.recoveries() == len(run.of("fenced")), run.explain()
-    over = next(each for each in details(run, "straggler_over") if each["rank"] == 1)
-    assert over["slower_since"] == named["since"], "the new process is as fast as the first was"
+    # Nor is it sure there that an event says so: of 2.1 times slower, 1.9 times faster leaves 1.1.
+    assert 0.6 < paces(run)["1"]["ratio"] < 1.6, "the new process is as fast as the first was"
+    assert all(each["slower_since"] >= named["since"] for each in details(run, "straggler_over") if each["rank"] == 1)
 
 
 def test_without_arf_nobody_is_replaced(tmp_path: Path) -> None:

@@ -316,6 +316,21 @@ def test_who_ends_its_passes_by_itself_goes_on_so() -> None:
         assert layout(wrapper) == layout(survivor)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_reduced_of_a_wrapper_that_ignores_some_is_as_torch_has_it(*, frozen: bool) -> None:
+    """It ignores no parameter of the outermost module, by whatever name it is told of it: it looks for ``.scale``."""
+    model: Any = Reversed()
+    model.scale = nn.Parameter(torch.ones(8))
+    wrapped: Any = DistributedDataParallel
+    wrapped._set_params_and_buffers_to_ignore_for_model(model, ["scale", "layers.0.weight"])
+    wrapper = DistributedDataParallel(model)
+    model.scale.requires_grad_(not frozen)
+    found = buckets_module._reduced(wrapper)
+    assert [id(each) for each in found] == [
+        id(each) for name, each in model.named_parameters() if name != "layers.0.weight"
+    ]
+
+
 def test_a_job_with_other_wrappers_is_refused() -> None:
     with pytest.raises(TransferError, match="2 DDP wrappers, this rank 1"):
         Buckets((wrap("plain"),)).restore(Buckets((wrap("plain"), wrap("plain"))).layout(), 1)

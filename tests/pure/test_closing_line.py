@@ -46,12 +46,21 @@ def ends(*steps: int) -> list[Event]:
                 at(600, "tail_lost", detail={"next": 6, "names": []}),
                 *(at(700 + rank, "tail_input_missing", rank, detail={"of": 1}) for rank in (0, 2)),
                 at(900, "tail_lost", detail={"next": 7, "names": ["0.bn.running_mean"]}),
+                at(950, "verified", step=7, detail={"ranks": []}),
                 *ends(9),
             ],
             0,
             (
                 "done after 9 s: 9 steps, 0 recoveries, results may differ from an undisturbed run's "
                 "(tail_input_missing, tail_lost: see above)"
+            ),
+        ),
+        (
+            [*beginning(), at(950, "verified", step=7, detail={"ranks": [0, 1], "everywhere": True}), *ends(9)],
+            0,
+            (
+                "done after 9 s: 9 steps, 0 recoveries, results may differ from an undisturbed run's "
+                "(verified: see above)"
             ),
         ),
     ],

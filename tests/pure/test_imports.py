@@ -115,6 +115,8 @@ def test_a_script_that_does_not_compile_is_the_ranks_business(tmp_path: Path) ->
         "import os\nos.environ['OMP_NUM_THREADS'] = '4'\nimport torch\n",
         "from os import environ\nenviron.setdefault('MKL_NUM_THREADS', '1')\n",
         "import os\ndef f():\n    os.environ.update(A='1')\n",
+        "import os\nos.environ.update({'MASTER_ADDR': '::1', 'A': '1'})\n",
+        "import os\nos.environ.update(given, MASTER_ADDR='::1')\n",
         "import os\ndel os.environ[name]\n",
         "import os\nos.environ |= {'A': '1'}\n",
         "import os\nos.putenv('A', '1')\n",
@@ -132,6 +134,7 @@ def test_a_script_that_sets_variables_gets_no_standby(tmp_path: Path, text: str)
     [
         "import os\nos.environ.setdefault('MASTER_ADDR', '::1')\n",
         "import os\nos.environ['NCCL_DEBUG'] = 'INFO'\n",
+        "import os\nos.environ.update(MASTER_ADDR='::1', MASTER_PORT='1')\nos.environ.update({'NCCL_DEBUG': 'INFO'})\n",
         "import os\nrank = os.environ['RANK'], os.environ.get('HOME'), os.environ.pop('RANK')\n",
     ],
 )

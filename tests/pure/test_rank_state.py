@@ -15,7 +15,7 @@ import torch.distributed as dist  # noqa: E402 - likewise
 from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import ConfigError, ProtocolError, StateError  # noqa: E402
-from resilient_train.frameworks.roles import GIVEN_HERE, NOTHING_WRITTEN, WrittenInTail  # noqa: E402
+from resilient_train.frameworks.roles import GIVEN_HERE, NOTHING_OF_ITS_OWN, NOTHING_WRITTEN, TailsWrite, WrittenInTail  # noqa: E402
 from resilient_train.frameworks.torch.kept import buffers as buffers_module  # noqa: E402
 from resilient_train.frameworks.torch.kept.buffers import Buffers  # noqa: E402 - likewise
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
@@ -155,6 +155,42 @@ def test_what_a_lost_tail_has_written_of_its_own_is_named() -> None:
     assert behind[0] == "rank_state['counter']"
     assert any("running_mean" in each for each in behind[1:])
     assert successor.packed() == published
+
+
+def test_what_tails_are_seen_to_write_apart_no_replica_gives() -> None:
+    """Though both had the same in front of it. And what the lost rank's tails alone write, no replica's can tell."""
+    nets: list[Any] = [nn.Linear(2, 2) for _ in range(3)]
+    for net in nets:
+        for name in ("own", "even", "alone"):
+            net.register_buffer(name, torch.ones(2))
+    own, replica, successor = (TorchRankState((net,), {"counter": Counter()}) for net in nets)
+    own.buffers.look(closely=True)
+    front = own.packed(), replica.packed()
+    for value, net in enumerate(nets[:2]):
+        net.even += 1
+        net.own += value + 1
+    nets[0].alone += 1
+    own._extra["counter"].value = 5
+    around = [(before, each.packed()) for before, each in zip(front, (own, replica), strict=True)]
+    seen = own.tail_wrote(*around[0], around[1:])
+    assert seen == TailsWrite(("0..alone", "0..own"), ("0..alone", "rank_state['counter']"))
+    assert replica.tail_wrote(*around[1], around[:1]) == TailsWrite(("0..own",), ())
+    assert own.tail_wrote(*around[0], []) == NOTHING_OF_ITS_OWN, "nobody is known to have another"
+
+    for net in nets[:2]:
+        net.own.fill_(3)
+    published, before = own.packed(), replica.packed()
+    for net in nets[:2]:
+        net.even += 1
+        net.own += 1
+    tail = replica.written_since(before)
+    assert successor.restore(published, tail) == (), "it was the same, and is not known to be the rank's own"
+    assert successor.restore(published, tail._replace(seen=seen)) == (
+        "0..own",
+        "0..alone",
+        "rank_state['counter']",
+    )
+    assert (nets[2].own.tolist(), nets[2].even.tolist()) == ([3, 3], nets[1].even.tolist())
 
 
 def test_what_rank_0_has_broadcast_in_a_lost_tail_comes_from_it() -> None:

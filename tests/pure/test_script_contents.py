@@ -338,6 +338,10 @@ NOT_FOUND = {
     ),
     "a process that is no more": ("x = [subprocess.Popen(['true'])]; x[0].wait()", "pass"),
     "a module without tensors": ("x = {'t': torch.nn.Dropout()}", "x['t'] = torch.nn.Dropout()"),
+    "torch's own mark on a parameter that is in parts": (
+        "x = torch.nn.Linear(2, 2); vars(x.weight)['_is_param'] = True",
+        "vars(x.weight).pop('_is_param')",
+    ),
     "tensors that can't be looked at": (
         "x = [torch.ones(2, device='meta'), torch.ones(2, 2).to_sparse(), torch.nn.LazyLinear(2), torch.ones(0)]",
         "pass",

@@ -600,11 +600,23 @@ class State(Protocol):
         ...
 
 
+class TailsWrite(NamedTuple):
+    """What tails have been seen to write, by name."""
+
+    apart: tuple[str, ...] = ()
+    """What modules hold, and was not the same on all ranks behind it."""
+    alone: tuple[str, ...] = ()
+    """What another rank's has not written."""
+
+
+NOTHING_OF_ITS_OWN = TailsWrite()
+
+
 class WrittenInTail(NamedTuple):
     """What modules hold that a tail has written, as it was before it and as it is behind it; as ``packed`` does it.
     ``own``: names of what else it has written that each rank has for itself; ``drawn``: random numbers are such.
     ``given``: what of modules was broadcast there, with the rank that gave it; it is everybody's then. With
-    ``GIVEN_HERE`` the one that says so gave it, and has not written it since.
+    ``GIVEN_HERE`` the one that says so gave it, and has not written it since. ``seen``: of earlier tails.
     """
 
     before: bytes
@@ -612,6 +624,7 @@ class WrittenInTail(NamedTuple):
     own: tuple[str, ...] = ()
     drawn: bool = False
     given: tuple[tuple[str, int], ...] = ()
+    seen: TailsWrite = NOTHING_OF_ITS_OWN
 
 
 GIVEN_HERE = -1
@@ -632,13 +645,18 @@ class RankState(Protocol):
         """Puts back what ``packed`` returned, in this process or another.
 
         ``tail``: a replica's, behind which this rank goes on, and which it may not have run itself. What modules hold,
-        and was the same on both before it, becomes what it is there behind it. Returns the names of what that tail has
-        written and no replica has for this rank: it is as it was before.
+        and was the same on both before it, becomes what it is there behind it, but for what was seen to come out apart.
+        Returns the names of what that tail has written, or this rank's alone does, and no replica has for this rank: it
+        is as it was before.
         """
         ...
 
     def written_since(self, before: bytes, after: bytes | None = None) -> WrittenInTail:
         """What is not any more what ``packed`` had returned, or was not when it returned ``after``."""
+        ...
+
+    def tail_wrote(self, before: bytes, after: bytes, others: Sequence[tuple[bytes, bytes]]) -> TailsWrite:
+        """What a tail of this rank's has written, by what ``packed`` has returned around it, and it does of others."""
         ...
 
     def adopt(self, state: bytes) -> None:

@@ -184,10 +184,13 @@ def _nan_seen(event: Event) -> NanSeen:
 
 
 _OTHERWISE = ("tail_input_missing", "tail_added_otherwise", "other_data", "other_loop", "hooks_lost")
+_OTHERWISE_WITH = {"tail_lost": "names", "verified": "everywhere"}
+"""Those that say so where this stands in them."""
 
 
 def _is_otherwise(event: Event) -> bool:
-    return event.kind in _OTHERWISE or (event.kind == "tail_lost" and bool(event.detail.get("names")))
+    told = _OTHERWISE_WITH.get(event.kind)
+    return event.kind in _OTHERWISE or (told is not None and bool(event.detail.get(told)))
 
 
 def _all_left_well(ordered: Sequence[Event]) -> bool:

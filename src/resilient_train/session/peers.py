@@ -248,6 +248,16 @@ class Peers:
         published = read(payload) if payload is not None else None
         return published.rank if published is not None and published.ahead else None
 
+    def around_tail(self, rank: int, commits: int) -> tuple[bytes, bytes, bool] | None:
+        """What that rank alone had in front of the tail that leads to update ``commits``, and what it has published
+        since, before it begins that: which is the same if its tail has written nothing. Whether it has; None if it has
+        published none of it, or it is gone.
+        """
+        found = [read(each) for each in self._reader_of(rank).arena.publications(commits)]
+        if not found or not found[-1].ahead:
+            return None
+        return found[-1].rank, found[0].rank, not found[0].ahead
+
     def _reader_of(self, rank: int) -> _Reader:
         reader = self._readers.get(rank)
         if reader is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from resilient_train.errors import ProtocolError
+from resilient_train.frameworks.roles import NOTHING_OF_ITS_OWN, TailsWrite
 
 
 class Published(msgspec.Struct, array_like=True):
@@ -45,6 +46,8 @@ class Published(msgspec.Struct, array_like=True):
     """
     loops: int = 0
     """How many of the script's loops over ``session.steps()`` the training has begun; 0: it is one of calls."""
+    tails: TailsWrite = NOTHING_OF_ITS_OWN
+    """Of this rank's tails."""
 
 
 def read(payload: bytes) -> Published:

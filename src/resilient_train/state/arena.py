@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import xxhash
@@ -110,14 +111,14 @@ class Arena:
 
     def published(self, commits: int) -> bytes | None:
         """The newest complete publication for update ``commits``, verified; None if there is none."""
-        slots = sorted(range(SLOTS), key=lambda slot: -self._slot_header(slot)[0])
-        for slot in slots:
+        return next(self.publications(commits), None)
+
+    def publications(self, commits: int) -> Iterator[bytes]:
+        """Those for update ``commits`` that are complete, verified, the newest first."""
+        for slot in sorted(range(SLOTS), key=lambda slot: -self._slot_header(slot)[0]):
             sequence, of, _, _ = self._slot_header(slot)
-            if sequence and of == commits:
-                payload = self._payload(slot)
-                if payload is not None:
-                    return payload
-        return None
+            if sequence and of == commits and (payload := self._payload(slot)) is not None:
+                yield payload
 
     # -- the log
 

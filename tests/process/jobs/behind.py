@@ -1,6 +1,6 @@
 """What a cut body meets: code behind it uses one of its names (``unbound``), or its cut is swallowed (``swallows``).
 And what it leaves to the tail: modules of which all ranks have the same are written there (``written``);
-or rank 0 alone draws random numbers in each second one (``evaluates``).
+or rank 0 alone draws random numbers in each second one (``evaluates``); or each rank writes its own there (``apart``).
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import resilient_train as rt
 
 parser = argparse.ArgumentParser()
-parser.add_argument("kind", choices=("unbound", "swallows", "written", "evaluates"))
+parser.add_argument("kind", choices=("unbound", "swallows", "written", "evaluates", "apart"))
 parser.add_argument("steps", type=int)
 asked = parser.parse_args()
 
@@ -66,11 +66,37 @@ class Routed(nn.Module):
         self.updates = state["updates"]
 
 
+class Apart(nn.Module):
+    """All are the same on all ranks in front of each update, or of some: DistributedDataParallel begins with rank 0's.
+
+    ``mean`` is made equal in each fourth step, ``peak`` rank 0 alone writes, and ``count`` all write the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("last", "mean", "peak", "count"):
+            self.register_buffer(name, torch.ones(8))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.last + self.mean + self.peak + 0.01 * self.count
+
+    def write(self, loss: torch.Tensor, number: int) -> None:
+        self.count += 1
+        self.last.lerp_(loss.detach().expand(8), 0.5)
+        self.mean.lerp_(loss.detach().expand(8), 0.5)
+        if number % 4 == 3:
+            dist.all_reduce(self.mean)
+            self.mean /= dist.get_world_size()
+        if dist.get_rank() == 0:
+            self.peak.copy_(torch.maximum(self.peak, loss.detach()))
+            self.peak += 0.1
+
+
 random.seed(0)
 np.random.seed(0)  # noqa: NPY002 - what a rank carries
 torch.manual_seed(0)
 dist.init_process_group("gloo")
-routed = Routed() if asked.kind == "written" else nn.Tanh()
+routed = {"written": Routed, "apart": Apart}.get(asked.kind, nn.Tanh)()
 net = nn.Sequential(nn.Linear(6, 8), routed, nn.Linear(8, 3))
 model = DistributedDataParallel(net, broadcast_buffers=asked.kind != "written")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -90,6 +116,8 @@ with rt.Session(model=model, optimizer=optimizer) as session:
             optimizer.zero_grad()
             if asked.kind == "written":
                 routed.write(load, step.number)
+            if asked.kind == "apart":
+                routed.write(loss, step.number)
             if asked.kind == "evaluates" and step.number % 2 and dist.get_rank() == 0:
                 torch.rand(3)
         if asked.kind == "unbound":

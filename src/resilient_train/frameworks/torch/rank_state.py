@@ -8,14 +8,15 @@ is a small one that ranks may have built differently (``Buffers.claim``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from resilient_train._native import Glance, columns
-from resilient_train.frameworks.roles import GIVEN_HERE, NOTHING_WRITTEN, WrittenInTail
+from resilient_train.frameworks.roles import GIVEN_HERE, NOTHING_WRITTEN, TailsWrite, WrittenInTail
 from resilient_train.frameworks.torch.kept.buffers import Buffers, lies_here, same_bits
 from resilient_train.frameworks.torch.kept.module_entries import same_objects
 from resilient_train.frameworks.torch.tensors.containers import dressed, worn
@@ -23,6 +24,7 @@ from resilient_train.frameworks.torch.tensors.extra_state import ExtraState
 from resilient_train.frameworks.torch.tensors.leaves import (
     TENSORS,
     check_has_state,
+    is_plainly_dense,
     pack,
     restore_object,
     span_of,
@@ -32,6 +34,7 @@ from resilient_train.frameworks.torch.tensors.leaves import (
 from resilient_train.state.tree import flatten
 
 _MEMORY = (torch.Tensor.data_ptr, "shape")
+_OF_MODULES = ("buffers", "extra_state")
 
 
 class TorchRankState:
@@ -126,7 +129,9 @@ class TorchRankState:
         }
         for kind in put:
             shared = {
-                key: each for key, each in now[kind].items() if key in given or _alike(mine[kind], was[kind], key)
+                key: each
+                for key, each in now[kind].items()
+                if key in given or (key not in tail.seen.apart and _alike(mine[kind], was[kind], key))
             }
             put[kind]({**mine[kind], **shared})
             # What is written for the first time may be another value on each rank, or the same on all. What this rank
@@ -135,7 +140,8 @@ class TorchRankState:
             behind += [key for key in lost if key not in sent]
         for name, each in mine["extra"].items():
             restore_object(self._extra[name], each)
-        return tuple(behind)
+        written = {*now["buffers"], *now["extra_state"], *behind}
+        return (*behind, *(each for each in tail.seen.alone if each not in written))
 
     def written_since(self, before: bytes, after: bytes | None = None) -> WrittenInTail:
         now = self.packed() if after is None else after
@@ -149,14 +155,25 @@ class TorchRankState:
             written = [key for key in has[kind] if key in given or not _alike(had[kind], has[kind], key)]
             for keep, held in zip(kept, (had, has), strict=True):
                 keep[kind] = {key: held[kind][key] for key in written if key in held[kind]}
-        names = [name for name in had["extra"] if not _alike(had["extra"], has["extra"], name)]
-        own = tuple(f"rank_state[{name!r}]" for name in names)
+        own = tuple(_registered(had, has))
         if not any(kept[1].values()):
             return WrittenInTail(b"", b"", own)
         told = {key: each.by for key, each in self._given.items() if each.by != self._rank}
         told.update(dict.fromkeys(given, GIVEN_HERE))
         after = pack({**kept[1], **self._moved()})
         return WrittenInTail(pack(kept[0]), after, own, given=tuple(sorted(told.items())))
+
+    def tail_wrote(self, before: bytes, after: bytes, others: Sequence[tuple[bytes, bytes]]) -> TailsWrite:
+        had, has = self._read(before), self._read(after)
+        written = {kind: [key for key in has[kind] if not _alike(had[kind], has[kind], key)] for kind in _OF_MODULES}
+        apart, alone = set[str](), {*chain(*written.values()), *_registered(had, has)}
+        for theirs in others:
+            was, now = map(self._read, theirs)
+            alone -= {*_registered(was, now)}
+            for kind, keys in written.items():
+                alone -= {key for key in keys if not _alike(was[kind], now[kind], key)}
+                apart |= {key for key in keys if not _alike(has[kind], now[kind], key)}
+        return TailsWrite(tuple(sorted(apart)), tuple(sorted(alone)) if others else ())
 
     def _read(self, state: bytes) -> dict[str, Any]:
         tree = dressed(unpack(state, placed=True), self._held()) if state else {}
@@ -197,9 +214,19 @@ class TorchRankState:
             restore_object(self._extra[name], state)
 
 
+def _registered(had: Mapping[str, Any], has: Mapping[str, Any]) -> Iterator[str]:
+    """What ``rank_state=`` has, and is not what it was."""
+    return (f"rank_state[{name!r}]" for name in had["extra"] if not _alike(had["extra"], has["extra"], name))
+
+
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
     """Whether both have it and it is the same, bit for bit, or none has it."""
-    return (key in one, key in one and pack(one[key])) == (key in other, key in other and pack(other[key]))
+    if key not in one or key not in other:
+        return (key in one) == (key in other)
+    mine, theirs = one[key], other[key]
+    if type(mine) is type(theirs) is torch.Tensor and is_plainly_dense(mine) and is_plainly_dense(theirs):
+        return same_bits(mine, theirs)
+    return pack(mine) == pack(theirs)
 
 
 class _Given(NamedTuple):

@@ -117,6 +117,7 @@ class TorchWindow:
             optimizer = self._writing[id(writes)]
             self._running.pop()
             if optimizer not in self._running:
+                self._state.sharding.optimizer_wrote()
                 updates.after_update(optimizer)
 
         uncompiled(before, after, type(self)._refuse_foreign)

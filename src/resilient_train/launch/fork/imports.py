@@ -299,9 +299,18 @@ def _is_named(node: ast.expr, name: str) -> bool:
 
 
 def _is_late(key: ast.expr | None) -> bool:
-    if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
-        return False
-    return key.value in _LATE or key.value.startswith(_LATE_PREFIXES)
+    return isinstance(key, ast.Constant) and isinstance(key.value, str) and _is_read_late(key.value)
+
+
+def _is_read_late(name: str) -> bool:
+    return name in _LATE or name.startswith(_LATE_PREFIXES)
+
+
+def _updates_late(call: ast.Call) -> bool:
+    """``environ.update(...)`` of such variables alone."""
+    given = [key for each in call.args if isinstance(each, ast.Dict) for key in each.keys]
+    named = all(each.arg is not None and _is_read_late(each.arg) for each in call.keywords)
+    return named and all(isinstance(each, ast.Dict) for each in call.args) and all(map(_is_late, given))
 
 
 def _sets_environment(tree: ast.Module) -> int:
@@ -315,7 +324,9 @@ def _sets_environment(tree: ast.Module) -> int:
         elif isinstance(node, ast.Call):
             call = node.func
             if isinstance(call, ast.Attribute) and call.attr in _CHANGES and _is_named(call.value, "environ"):
-                if not _is_late(node.args[0] if node.args else None):
+                if not (
+                    _updates_late(node) if call.attr == "update" else _is_late(node.args[0] if node.args else None)
+                ):
                     return node.lineno
             elif any(_is_named(call, name) for name in _SETTERS) and not _is_late(node.args[0] if node.args else None):
                 return node.lineno

@@ -161,6 +161,8 @@ _TENSORS = ("_parameters", "_buffers")
 _OTHERWISE = (*_TENSORS, MODULES, "training")
 """Of a torch module, what is looked at otherwise, or by others."""
 _MODULE_OF_TORCH = ("torch.nn.modules.module", "Module")
+_IS_PARAMETER = "_is_param"
+"""torch's own, on a parameter that is a DTensor; a gathered one that stands in its place meanwhile has none."""
 _OF_TENSORS = ("Tensor", "Parameter", "Buffer")
 _OF_OPTIMIZERS = ("param_groups", "state")
 _NOT_STATE = (*FUNCTIONS, *PROPERTIES, staticmethod, classmethod, MemberDescriptorType)
@@ -456,7 +458,8 @@ def _of_module(name: str, module: Any) -> Iterator[HeldPart]:
     for tensors in (own.get(each) for each in _TENSORS):
         for key, tensor in [*tensors.items()] if type(tensors) is dict else ():
             if tensor is not None:
-                yield from _attributes(f"{name}.{key}", tensor, attributes_of(tensor).items())
+                hangs = ((name, each) for name, each in attributes_of(tensor).items() if name != _IS_PARAMETER)
+                yield from _attributes(f"{name}.{key}", tensor, hangs)
     yield from _attributes(name, module, parts_of(module).items())
     for called in hooks_of(module):
         yield from _parts(name, called.function)

@@ -232,9 +232,7 @@ def _reduced(wrapper: DistributedDataParallel) -> list[torch.nn.Parameter]:
     """The parameters that DDP reduces, in its own order: those that wanted a gradient when it was made. The script may
     have frozen some since. Raises ConfigError.
     """
-    ignored: set[str] = getattr(wrapper, "parameters_to_ignore", set())
-    named = [each for name, each in wrapper.module.named_parameters() if name not in ignored]
-    trained = [each for each in named if each.requires_grad]
+    trained, _ = _for_reducer(wrapper)
     told: Any = wrapper.logger
     if len(trained) == told._get_ddp_logging_data().ints_map["num_parameter_tensors"]:
         return trained
@@ -247,7 +245,7 @@ def _reduced(wrapper: DistributedDataParallel) -> list[torch.nn.Parameter]:
             "averages can't be found out where some are sparse: call requires_grad_() in front of it"
         ) from None
     theirs = {id(each) for bucket in buckets for each in bucket.parameters()}
-    return [each for each in named if id(each) in theirs]
+    return [each for each in wrapper.module.parameters() if id(each) in theirs]
 
 
 def _note(heard: list[list[int]], index: int) -> Callable[[torch.Tensor], None]:

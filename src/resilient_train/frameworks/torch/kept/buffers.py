@@ -118,6 +118,11 @@ class _Quiet(NamedTuple):
     def buffer(self) -> torch.Tensor:
         return self.there.buffer
 
+    def stands(self, buffer: torch.Tensor) -> bool:
+        """Whether it is this one, where it was, and can be looked at."""
+        plain = buffer.layout is torch.strided and not buffer.is_meta
+        return buffer is self.buffer and plain and buffer.data_ptr() == self.address
+
     def is_still(self, buffer: torch.Tensor | None) -> bool:
         return buffer is self.buffer and self.buffer._version == self.version and self.buffer.data_ptr() == self.address
 
@@ -246,7 +251,14 @@ class Buffers:
         self._find_made()
         if not self._now_known().is_quiet():
             for key, quiet in list(self._quiet.items()):
-                if not quiet.is_still(self._present(key)):
+                here = self._present(key)
+                if quiet.is_still(here):
+                    continue
+                if here is not None and quiet.stands(here) and same_bits(here, self._first[key]):
+                    # Nothing was written, or what was there: DDP's broadcast of several kinds of buffers raises the
+                    # versions for a while, and lowers them again.
+                    self._quiet[key], self._known = quiet._replace(version=here._version), None
+                else:
                     self._wake(key)
         known = self._now_known()
         if not known.live:

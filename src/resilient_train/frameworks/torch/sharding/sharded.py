@@ -64,8 +64,10 @@ class Sharding:
         self._groups = [group for module in self._modules for group in _groups_of(module)]
         self._copies: dict[tuple[_Placed, tuple[int, ...]], int] = {}
         self._others: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._whole: list[Any] = []
+        """Groups whose tensors were whole when an optimizer had just written; and ..."""
         self._stale: list[Any] = []
-        """Groups whose tensors were whole when optimizers wrote into their parts."""
+        """... those into whose parts one has."""
         self._told = False
 
     def find_others(self) -> None:
@@ -160,9 +162,13 @@ class Sharding:
             if not all(group.is_sharded for group in _groups_of(module)):
                 module.reshard()
 
+    def optimizer_wrote(self) -> None:
+        """One has, just now."""
+        self._whole += [group for group in self._groups if not group.is_sharded]
+
     def updated(self, written: Callable[[], Collection[int]]) -> None:
-        """The optimizers have written: the parameters of these ids."""
-        whole = [group for group in self._groups if not group.is_sharded]
+        """The update is over, and the optimizers have written the parameters of these ids."""
+        whole, self._whole = self._whole, []
         ids = written() if whole else ()
         self._stale = [each for each in whole if any(id(one.sharded_param) in ids for one in each.fsdp_params)]
 
@@ -181,6 +187,7 @@ class Sharding:
 
     def reset(self) -> None:
         """Behind a body that a fault has cut: as if its passes had not begun."""
+        self._whole.clear()
         others = list(self._others)
         for module in (*self._modules, *others):
             state = module._get_fsdp_state()

@@ -634,7 +634,7 @@ NOTHING_WRITTEN = WrittenInTail(b"", b"")
 class RankState(Protocol):
     """What this rank alone has, beside its random numbers: buffers that are not synchronised, ``rank_state``.
 
-    Called by ``session/saves/publication.py``, ``resharding.py`` and ``neighbour_inputs.py``.
+    Called by ``session/saves/publication.py``, ``tails_seen.py``, ``resharding.py`` and ``neighbour_inputs.py``.
     """
 
     def packed(self) -> bytes:

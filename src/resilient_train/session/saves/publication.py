@@ -7,25 +7,16 @@ from typing import Any
 
 import msgspec
 
-from resilient_train.frameworks.roles import (
-    GIVEN_HERE,
-    NOTHING_OF_ITS_OWN,
-    NOTHING_WRITTEN,
-    Data,
-    RankState,
-    TailsWrite,
-    WrittenInTail,
-)
+from resilient_train.frameworks.roles import GIVEN_HERE, NOTHING_WRITTEN, Data, RankState, TailsWrite, WrittenInTail
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session.agent_link import Link
 from resilient_train.session.publication_format import Published, read
 from resilient_train.session.redo.loader import Cursor, DataPosition
 from resilient_train.session.saves.resharding import reshard
+from resilient_train.session.saves.tails_seen import TailsSeen
 from resilient_train.state.transfer import digest
 
 _DRAWN = ("random numbers",)
-_FIRST_LOOKS = 3
-_NEIGHBOURS = 2
 
 
 class Publication:
@@ -35,7 +26,6 @@ class Publication:
         self, link: Link, rank_state: RankState, data: Data, cursor: Cursor, replicas: Sequence[int] = ()
     ) -> None:
         self._link = link
-        self._neighbours = _behind(link.rank, replicas)
         self._rank_state = rank_state
         self._data = data
         self._cursor = cursor
@@ -61,12 +51,7 @@ class Publication:
         """
         self._tails_draw = False
         """See ``Published``."""
-        self._wrote: dict[int, bytes] = {}
-        """Update -> what this rank alone had behind the tail that leads to it, of the last two. And ..."""
-        self._tails = NOTHING_OF_ITS_OWN
-        """... what such tails write that others have otherwise; ..."""
-        self._looks = _FIRST_LOOKS
-        """... to be looked at so many times more, and seldom from then on."""
+        self._tails_seen = TailsSeen(link.peers, rank_state, replicas)
         self.loops = self.missed_loops = self._missed_told = 0
         """See ``Published``; and how many of them this process has not begun, since it began in a later one."""
         self.tail_cut = False
@@ -88,12 +73,14 @@ class Publication:
         if ahead:
             self._before_tail[commits] = own, numbers
             self._before_tail.pop(commits - 2, None)
+            self._tails_seen.tail_begins(commits, own)
         else:
             self._begun = commits, numbers, own
             self._tails_draw |= self._before_tail.get(commits, (own, numbers))[1] != numbers
-            self._begins(commits, own)
+            self._tails_seen.begins(commits, own)
         # Where tails draw, it counts that this one has not.
-        parts = commits, number, random, position, own, called, ahead and self._tails_draw, self.loops
+        tails = self._tails_seen.found
+        parts = commits, number, random, position, own, called, ahead and self._tails_draw, self.loops, tails
         if parts == self._newest:
             return
         payload = self._encoder.encode(
@@ -116,39 +103,12 @@ class Publication:
                 headed,
                 self._tails_draw,
                 loops=self.loops,
-                tails=self._tails,
+                tails=tails,
             )
         )
         self._link.peers.publish(commits, payload)
         self._newest = parts
         self.latest = payload
-
-    def _begins(self, commits: int, own: bytes) -> None:
-        """This rank begins that update. Of the one before all know by now what their tails have written; and until this
-        rank comes to the next update, that stands where they have published it.
-        """
-        last = commits - 1
-        seldom = not last & (last - 1) or not last & (last + 1)  # not by powers of 2 alone: what of every 4th one?
-        if self._written_by_tail(last) is not None and (self._looks or seldom):
-            self._looks = max(0, self._looks - 1)
-            self._look_around(last, all_begun=True)
-        self._wrote = {each: held for each, held in self._wrote.items() if each == last}
-        self._wrote[commits] = own
-
-    def _written_by_tail(self, commits: int) -> tuple[bytes, bytes] | None:
-        """What this rank alone had around the tail that leads to that update, if that has written any of it."""
-        had, has = self._before_tail.get(commits), self._wrote.get(commits)
-        return (had[0], has) if had is not None and has is not None and had[0] != has else None
-
-    def _look_around(self, commits: int, *, all_begun: bool) -> None:
-        """What others' tails that lead to that update have written. ``all_begun``: all are through them."""
-        mine = self._written_by_tail(commits)
-        if mine is None:
-            return
-        others = (self._link.peers.around_tail(rank, commits) for rank in self._neighbours)
-        known = [(before, after) for before, after, begun in filter(None, others) if begun or all_begun]
-        seen = self._rank_state.tail_wrote(*mine, known)
-        self._tails = TailsWrite(*(tuple(sorted({*a, *b})) for a, b in zip(self._tails, seen, strict=True)))
 
     def newly_missed(self) -> int:
         """``missed_loops``, if that is news."""
@@ -167,13 +127,11 @@ class Publication:
         """What the tail that leads to update ``commits``, and is over, has written of what this rank alone has."""
         if commits not in self._before_tail:
             return NOTHING_WRITTEN
-        self._look_around(commits - 1, all_begun=True)
-        self._look_around(commits, all_begun=False)
         (own, random), (begun, numbers, had) = self._before_tail[commits], self._begun
         over = begun == commits
         drawn = random != (numbers if over else self._numbers())
         written = self._rank_state.written_since(own, had if over else None)
-        return written._replace(drawn=drawn, seen=TailsWrite(self._tails.apart))
+        return written._replace(drawn=drawn, seen=TailsWrite(self._tails_seen.at_loss(commits).apart))
 
     def _numbers(self) -> bytes:
         """What random numbers are drawn from next: in general, and by the loader."""
@@ -185,7 +143,8 @@ class Publication:
         """
         held = read(payload)
         before = held.rank if held.ahead or not tail.before else tail.before
-        self._begun, self._tails = (-1, b"", b""), held.tails
+        self._begun = -1, b"", b""
+        self._tails_seen.take_up(held.tails)
         seen = TailsWrite(tuple({*tail.seen.apart, *held.tails.apart}), held.tails.alone)
         lost = tail._replace(drawn=tail.drawn or held.tails_draw, seen=seen) if held.ahead else NOTHING_WRITTEN
         self._tails_draw = held.tails_draw
@@ -210,7 +169,7 @@ class Publication:
             )
         )
         self._data.restore_random_state(held.random)
-        self._before_tail, self._wrote = {held.commits: (before, b"" if tail.drawn else self._numbers())}, {}
+        self._before_tail = {held.commits: (before, b"" if tail.drawn else self._numbers())}
         self._newest = None
         self.latest = payload
         self.called, self.headed = held.called, held.headed
@@ -224,9 +183,3 @@ class Publication:
     def digest(self) -> str:
         """Of what this rank alone has, but for the place in the data."""
         return digest(self._rank_state.packed() + self._data.random_state(), [])
-
-
-def _behind(rank: int, replicas: Sequence[int]) -> list[int]:
-    """Those that come next, and round."""
-    ordered = sorted(replicas, key=lambda each: (each < rank, each))
-    return [each for each in ordered if each != rank][:_NEIGHBOURS]

@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402 - only where torch is
 from resilient_train.errors import ConfigError, ProtocolError, StateError  # noqa: E402
 from resilient_train.frameworks.roles import GIVEN_HERE, NOTHING_OF_ITS_OWN, NOTHING_WRITTEN, TailsWrite, WrittenInTail  # noqa: E402
 from resilient_train.frameworks.torch.kept import buffers as buffers_module  # noqa: E402
-from resilient_train.frameworks.torch.kept.buffers import Buffers  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.kept.buffers import Buffers, key_of  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
 from resilient_train.frameworks.torch.tensors.leaves import pack, unpack  # noqa: E402
 
@@ -600,3 +600,48 @@ def test_zeros_have_signs() -> None:
     net.zero.mul_(-1)
     state.rollback()
     assert torch.signbit(net.zero).all()
+
+
+def test_buffers_keep_their_order() -> None:
+    """DDP sends them in it, and each gets what stands in the same place of rank 0's list. One that is taken away and
+    registered again stands last.
+    """
+    nets: list[Any] = [nn.Linear(2, 2) for _ in range(2)]
+    for net in nets:
+        for at, name in enumerate(("first", "second", "third")):
+            net.register_buffer(name, torch.full((2,), float(at)))
+    state, successor = (TorchRankState((net,), {}) for net in nets)
+    net = nets[0]
+
+    def again(name: str, value: float) -> None:
+        delattr(net, name)
+        net.register_buffer(name, torch.full((2,), value))
+
+    again("first", 7.0)
+    state.keep()
+    packed = state.packed()
+    again("second", 8.0)
+    state.rollback()
+    assert [*net._buffers] == ["second", "third", "first"]
+    net.register_buffer("made", torch.zeros(2))
+    again("third", 9.0)
+    state.keep()
+    successor.buffers.to_be_ordered(key_of(0, name) for name, _ in net.named_buffers())
+    successor.restore(state.packed())
+    assert [*nets[1]._buffers] == ["second", "first", "made", "third"]
+    successor.restore(packed)
+    assert nets[1].first.tolist() == [7, 7]
+
+
+def test_a_write_that_changes_nothing_makes_nobody_publish() -> None:
+    """DDP raises the versions of several kinds of buffers while it sends them, and lowers them again."""
+    net: Any = nn.Linear(2, 2)
+    for name, value in (("mask", torch.ones(2)), ("late", torch.ones(2))):
+        net.register_buffer(name, value)
+    state = TorchRankState((net,), {})
+    for _ in range(2):
+        net.mask.copy_(torch.ones(2))
+        assert state.packed() == b""
+    net.late.copy_(torch.ones(2))
+    net.late.add_(1)
+    assert [*state.buffers.changed()] == ["0..late"]

@@ -606,7 +606,7 @@ class TailsWrite(NamedTuple):
     apart: tuple[str, ...] = ()
     """What modules hold, and was not the same on all ranks behind it."""
     alone: tuple[str, ...] = ()
-    """What another rank's has not written."""
+    """What this rank's has written, others' have not, and was not the same on all behind it."""
 
 
 NOTHING_OF_ITS_OWN = TailsWrite()

@@ -51,6 +51,10 @@ with rt.Session(model=model, optimizer=optimizer, loader=loader) as session:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
+        if step.number == 0:  # it stands last from here on, and DDP sends them as they stand
+            held = model.module.center
+            del model.module.center
+            model.module.register_buffer("center", held.clone())
         if step.done and step.number % 3 == 2:
             for buffer in model.module.buffers() if asked.sent else ():
                 dist.broadcast(buffer, 0)

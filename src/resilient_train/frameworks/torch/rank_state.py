@@ -8,8 +8,7 @@ is a small one that ranks may have built differently (``Buffers.claim``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,7 +33,7 @@ from resilient_train.frameworks.torch.tensors.leaves import (
 from resilient_train.state.tree import flatten
 
 _MEMORY = (torch.Tensor.data_ptr, "shape")
-_OF_MODULES = ("buffers", "extra_state")
+_KINDS = ("buffers", "extra_state", "extra")
 
 
 class TorchRankState:
@@ -155,7 +154,7 @@ class TorchRankState:
             written = [key for key in has[kind] if key in given or not _alike(had[kind], has[kind], key)]
             for keep, held in zip(kept, (had, has), strict=True):
                 keep[kind] = {key: held[kind][key] for key in written if key in held[kind]}
-        own = tuple(_registered(had, has))
+        own = tuple(_told("extra", name) for name in had["extra"] if not _alike(had["extra"], has["extra"], name))
         if not any(kept[1].values()):
             return WrittenInTail(b"", b"", own)
         told = {key: each.by for key, each in self._given.items() if each.by != self._rank}
@@ -165,15 +164,14 @@ class TorchRankState:
 
     def tail_wrote(self, before: bytes, after: bytes, others: Sequence[tuple[bytes, bytes]]) -> TailsWrite:
         had, has = self._read(before), self._read(after)
-        written = {kind: [key for key in has[kind] if not _alike(had[kind], has[kind], key)] for kind in _OF_MODULES}
-        apart, alone = set[str](), {*chain(*written.values()), *_registered(had, has)}
+        written = [(kind, key) for kind in _KINDS for key in has[kind] if not _alike(had[kind], has[kind], key)]
+        apart, by_others = set[tuple[str, str]](), set[tuple[str, str]]()
         for theirs in others:
             was, now = map(self._read, theirs)
-            alone -= {*_registered(was, now)}
-            for kind, keys in written.items():
-                alone -= {key for key in keys if not _alike(was[kind], now[kind], key)}
-                apart |= {key for key in keys if not _alike(has[kind], now[kind], key)}
-        return TailsWrite(tuple(sorted(apart)), tuple(sorted(alone)) if others else ())
+            apart |= {(kind, key) for kind, key in written if not _alike(has[kind], now[kind], key)}
+            by_others |= {(kind, key) for kind, key in written if not _alike(was[kind], now[kind], key)}
+        of_modules = sorted(key for kind, key in apart if kind != "extra")
+        return TailsWrite(tuple(of_modules), tuple(sorted(_told(*each) for each in apart - by_others)))
 
     def _read(self, state: bytes) -> dict[str, Any]:
         tree = dressed(unpack(state, placed=True), self._held()) if state else {}
@@ -214,9 +212,8 @@ class TorchRankState:
             restore_object(self._extra[name], state)
 
 
-def _registered(had: Mapping[str, Any], has: Mapping[str, Any]) -> Iterator[str]:
-    """What ``rank_state=`` has, and is not what it was."""
-    return (f"rank_state[{name!r}]" for name in had["extra"] if not _alike(had["extra"], has["extra"], name))
+def _told(kind: str, key: str) -> str:
+    return f"rank_state[{key!r}]" if kind == "extra" else key
 
 
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:

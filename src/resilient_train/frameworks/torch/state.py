@@ -481,6 +481,7 @@ class TorchState:
         self._rank_state.buffers.renew(
             {key: slots[key].strides if key in slots else () for key in told.get("moved", ())}
         )
+        self._rank_state.buffers.to_be_ordered(slots)
         self._regroup(told)
         numbered = [[(p, group) for group in o.param_groups for p in group["params"]] for o in self._objects.optimizers]
         here = self._own_tensors()

@@ -8,19 +8,20 @@ no replica tells. Both show in earlier tails, in what the ranks have published a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from resilient_train.frameworks.roles import NOTHING_OF_ITS_OWN, RankState, TailsWrite
 from resilient_train.session.peers import Peers
 
-_FIRST = 3
+_SHARE = 0.001
+"""Of all time, that looks may take: each takes states apart, some milliseconds where there are many buffers."""
 _NEIGHBOURS = 2
 
 
 class TailsSeen:
-    """Looked at behind the first tails that write, seldom from then on, and when a rank is lost.
-
-    Each look takes these states apart, some milliseconds where there are many buffers.
+    """Looked at behind the tails that write for the 1st, 2nd, 3rd, 4th, 7th, 8th, 15th, ... time, behind others as
+    long as there is time, and when a rank is lost.
     """
 
     def __init__(self, peers: Peers, rank_state: RankState, replicas: Sequence[int]) -> None:
@@ -29,7 +30,9 @@ class TailsSeen:
         behind = sorted(replicas, key=lambda each: (each < peers.rank, each))
         self._neighbours = [each for each in behind if each != peers.rank][:_NEIGHBOURS]
         self.found = NOTHING_OF_ITS_OWN
-        self._left = _FIRST
+        self._writing = 0
+        """Tails of this rank's that have written."""
+        self._spent_s, self._began_s = 0.0, time.monotonic()
         self._front: dict[int, bytes] = {}
         """Update -> what this rank alone had in front of the tail that leads to it, and ..."""
         self._behind: dict[int, bytes] = {}
@@ -48,10 +51,13 @@ class TailsSeen:
         to the next one, that stands where they have published it.
         """
         last = commits - 1
-        seldom = not last & (last - 1) or not last & (last + 1)  # not by powers of 2 alone: what of every 4th one?
-        if (self._left or seldom) and self._written(last) is not None:
-            self._left = max(0, self._left - 1)
-            self._look(last, all_begun=True)
+        if self._written(last) is not None:
+            self._writing = nth = self._writing + 1
+            now_s = time.monotonic()
+            seldom = not nth & (nth - 1) or not nth & (nth + 1)  # not by powers of 2 alone: what of every 4th one?
+            if seldom or self._spent_s < _SHARE * (now_s - self._began_s):
+                self._look(last, all_begun=True)
+                self._spent_s += time.monotonic() - now_s
         self._behind = {**_of(self._behind, last), commits: own}
 
     def at_loss(self, commits: int) -> TailsWrite:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,17 @@ def _put(held: dict[str, torch.Tensor | None], name: str, there: _There) -> None
         held[name] = there.buffer
     if not _have_same_memory(there.buffer, there.memory):
         there.buffer.data = there.memory
+
+
+def _put_in_order(held: dict[str, torch.Tensor | None], order: Sequence[str]) -> None:
+    """Where any of these stand. Others stay where they are."""
+    names = {name for name in order if name in held}
+    following = [name for name in order if name in names]
+    if [name for name in held if name in names] != following:
+        each = iter(following)
+        were = {name: held[name] for name in [next(each) if name in names else name for name in held]}
+        held.clear()
+        held.update(were)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -120,8 +131,8 @@ class _Quiet(NamedTuple):
 
     def stands(self, buffer: torch.Tensor) -> bool:
         """Whether it is this one, where it was, and can be looked at."""
-        plain = buffer.layout is torch.strided and not buffer.is_meta
-        return buffer is self.buffer and plain and buffer.data_ptr() == self.address
+        plain = type(buffer) is torch.Tensor and not buffer.is_meta and not buffer.is_quantized
+        return plain and buffer is self.buffer and buffer.data_ptr() == self.address
 
     def is_still(self, buffer: torch.Tensor | None) -> bool:
         return buffer is self.buffer and self.buffer._version == self.version and self.buffer.data_ptr() == self.address
@@ -179,7 +190,9 @@ class Buffers:
         self._gone: set[str] = set()
         """Those for which there was not even a name then."""
         self._order = [*map(tuple, self._dicts)]
-        """In which each module had its names then."""
+        """In which each module had its names then. DDP sends them in that, and by that alone."""
+        self._wanted: list[tuple[dict[str, torch.Tensor | None], list[str]]] = []
+        """The order of another process, in which they are to be when all are there."""
         self._moved: set[str] = set()
         """Those that were seen to be another tensor than the script has built, or to have other memory."""
         self._claimed: dict[str, torch.Tensor] = {}
@@ -213,6 +226,8 @@ class Buffers:
         self._count()
 
     def _count(self) -> None:
+        self._several = [held for held in self._dicts if len(held) > 1]
+        self._several_order = [*map(tuple, self._several)]
         self._names = sum(map(len, self._dicts))
         self._none = [(held, name) for held in self._dicts for name, buffer in held.items() if buffer is None]
 
@@ -299,6 +314,8 @@ class Buffers:
         if self._made or self._gone or any(each is None for each in own.values()):
             self._gone = {key for key in self._live if self._places[key][1] not in self._places[key][0]}
             self._order = [*map(tuple, self._dicts)]
+        elif (order := [*map(tuple, self._several)]) != self._several_order:  # one was taken away, and came again
+            self._several_order, self._order = order, [*map(tuple, self._dicts)]
         return own
 
     def moved(self) -> list[str]:
@@ -315,6 +332,15 @@ class Buffers:
                 fits = len(laid) == here.dim()
                 held[name] = here.new_empty_strided(here.shape, laid) if laid and fits else here.new_empty(here.shape)
                 self._devices.setdefault(key, here.device)
+
+    def to_be_ordered(self, names: Iterable[str]) -> None:
+        """Another process has them in this order: keys, as ``key_of`` has it."""
+        wanted: dict[str, list[str]] = {}
+        for key in names:
+            prefix, _, name = key.rpartition(".")
+            wanted.setdefault(prefix, []).append(name)
+        held = ((self._modules[prefix]._buffers, order) for prefix, order in wanted.items() if prefix in self._modules)
+        self._wanted = [(names, order) for names, order in held if len(order) > 1]
 
     def _find_made(self, *, anyway: bool = False) -> None:
         """Nearly always there are as many as before."""
@@ -398,6 +424,9 @@ class Buffers:
             self._quiet.pop(key, None)
             if (present := held.get(name)) is not None:
                 self._there[key] = _There.of(present)
+        for names, order in self._wanted:
+            _put_in_order(names, order)
+        self._wanted = []
         self._sides_changed()
         self._count()
 
@@ -436,11 +465,7 @@ class Buffers:
                 if not write(there.memory, value):
                     held[name] = value.to(there.memory.device, copy=True)
         for names, order in zip(self._dicts, self._order, strict=True):
-            if tuple(names) != order:  # one that was put back stands last
-                were = {name: names[name] for name in order if name in names}
-                were |= names
-                names.clear()
-                names.update(were)
+            _put_in_order(names, order)  # one that was put back stands last
         self._count()
 
     def _unmake(self, key: str) -> None:

@@ -38,7 +38,7 @@ from resilient_train.launch.agent.rendezvous import make_store
 from resilient_train.launch.agent.saves import Saves
 from resilient_train.launch.agent.straggler_watch import StragglerWatch
 from resilient_train.launch.agent.waiting import Waiting
-from resilient_train.launch.exit_codes import EXIT_BUG
+from resilient_train.launch.exit_codes import EXIT_BUG, EXIT_WRONG_INPUT
 from resilient_train.launch.fork.imports import target_of, uses_us
 from resilient_train.launch.fork.standby_pool import Pool
 from resilient_train.launch.fork.zygote import Root
@@ -180,8 +180,9 @@ class Agent:
             timeout_s = self._spec.shutdown_timeout_s
             await asyncio.gather(self._saves.finish(timeout_s, failed=failed), self._anomaly_files.finish(timeout_s))
             if self._ending is not None and self._ending.code and (left := await self._saves.start.left()):
+                first = "once that is mended and it is started" if self._ending.code == EXIT_WRONG_INPUT else "started"
                 self._say(
-                    f"started again with --run-dir {self._spec.run_dir}, the job goes on from {left}{self._doubtful}"
+                    f"{first} again with --run-dir {self._spec.run_dir}, the job goes on from {left}{self._doubtful}"
                 )
         finally:
             logs.cancel()

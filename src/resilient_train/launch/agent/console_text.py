@@ -41,7 +41,8 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
     elif kind in ("held_wrong", "verified", "unshared"):
         yield from _of_repeated(kind, detail)
     elif kind == "assembled":
-        yield f"recovery {generation}: all ranks at one step after {took_ms:.0f} ms, {detail['commits']} updates done"
+        done = f"{detail['commits']} updates done"
+        yield f"recovery {generation}: all ranks stand at one step after {took_ms:.0f} ms, {done}"
     elif kind == "leaving":
         yield f"{detail['reason']}. The state is saved, then the job ends"
     elif kind == "save_last" and not detail["exact"]:
@@ -103,8 +104,9 @@ def _of_repeated(kind: str, detail: dict[str, Any]) -> Iterator[str]:
 def _nan(told: str, commits: int, without: int) -> str:
     before = f"there was none after update {without}. " if without >= 0 else ""
     return (
-        f"{told} after update {commits}; {before}NaN stays and spreads, so what is trained from here on is of no use. "
-        "Training goes on, since the script may have come to it by itself; with TRE:1 all go back to before, once"
+        f"{told} after update {commits}, and its replicas as a rule; {before}NaN stays and spreads, so what is trained "
+        "from here on is of no use. Training goes on, since the script may have come to it by itself; with "
+        'MS_ENABLE_TFT="{TRE:1}" all go back to before, once (docs/how-to/silent-errors.md)'
     )
 
 

@@ -344,22 +344,23 @@ def _inject_device(
     return {**result, "control": str(path), "answers": answers}, text
 
 
-@app.command()
-def status(
-    run: RunDir,
-    limit_s: Annotated[float, typer.Option(min=0, help="Longest wait for a job that is about to begin.")] = 30.0,
-    as_json: Json = False,
-) -> int:
-    """Ask a running job how it is."""
-    _, found = asking.find(run, asking.AnnouncedWait(limit_s, _tell))
-    _answer(as_json, found, [Line(f"{key}: {_plain(value)}") for key, value in found.items()])
-    return 0
-
-
 _Newest = Annotated[
     Path | None,
     typer.Argument(metavar="[RUN]", help=f"The run's directory; default: the newest in ./{RUNS}.", show_default=False),
 ]
+
+
+@app.command()
+def status(
+    run: _Newest = None,
+    limit_s: Annotated[float, typer.Option(min=0, help="Longest wait for a job that is about to begin.")] = 30.0,
+    as_json: Json = False,
+) -> int:
+    """Ask a running job how it is."""
+    where, found = asking.find(run, asking.AnnouncedWait(limit_s, _tell))
+    named = [Line(f"run: {where}")] if run is None else []
+    _answer(as_json, found, [*named, *(Line(f"{key}: {_plain(value)}") for key, value in found.items())])
+    return 0
 
 
 @app.command()

@@ -3,6 +3,7 @@
 import pytest
 
 from pure.stories import HOSTILE, at, beginning, normal_end, ns, one_kill, whole_run
+from resilient_train.observe.report import Line, recovery_lines
 from resilient_train.observe.sinks import read_events
 from resilient_train.observe.timeline import PHASES, RecoveryOutcome, read_run, recoveries
 
@@ -75,6 +76,13 @@ def test_an_injection_explains_only_the_first_death_after_it_and_for_a_minute():
     assert not second.injected
     late = [at(1000 - 61_000, "injected", 2, detail={"kind": "kill", "at": "start"}), *again]
     assert not recoveries(late)[0].injected
+
+
+def test_what_a_rank_that_has_ended_itself_has_said():
+    words = "rank 2 has lost a worker, and is replaced: DataLoader worker (pid 7) is killed by signal: Killed."
+    first, second = recoveries([at(995, "worker_lost", 2, detail={"error": words}), *one_kill(), *one_kill(2000, 2)])
+    assert (first.last_words, second.last_words) == ((words,), ())
+    assert Line(f"  {words}") in recovery_lines(first)
 
 
 def test_a_death_is_not_counted_for_two_faults():

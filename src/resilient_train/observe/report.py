@@ -79,6 +79,7 @@ def recovery_as_dict(recovery: Recovery) -> dict[str, Any]:
         "lost": list(recovery.lost),
         "reason": recovery.reason,
         "seen_by": {str(rank): by for rank, by in recovery.seen_by.items()},
+        "last_words": list(recovery.last_words),
         "injected": msgspec.to_builtins(recovery.injected),
         "total_ms": round(recovery.total_ms, 3),
         "phases_ms": {span.phase: round(span.ms, 3) for span in recovery.spans},
@@ -189,6 +190,7 @@ def recovery_lines(recovery: Recovery) -> list[Line]:
     good = recovery.outcome is RecoveryOutcome.RESUMED
     found = [Line(_title(recovery), "bold" if good else "bold red")]
     found += [Line(f"  injected: {_injection(recovery)}")] if recovery.injected else []
+    found += [Line(f"  {words}") for words in recovery.last_words]
     begin, end = _scale(recovery)
     for span in recovery.spans:
         found.append(Line(f"  {_bar(span.phase, span, begin, end)}", _STYLES.get(span.phase, "")))

@@ -83,6 +83,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """The phases that are known, in the order of ``PHASES``."""
     seen_by: dict[int, str]
     """Lost rank -> what saw its death."""
+    last_words: tuple[str, ...]
+    """Why lost ranks have ended themselves, as they said."""
     injected: tuple[Injected, ...]
     starts: dict[int, str]
     """Rank -> how its new process was started: cold or forked."""
@@ -183,6 +185,7 @@ def _nan_seen(event: Event) -> NanSeen:
     return NanSeen(text_of(event, "told") or "", number_of(event, "commits"), known)
 
 
+_ENDS_ITSELF = ("device_failed", "worker_lost", "unbound_name", "body_lost", "state_lost")
 _OTHERWISE = ("tail_input_missing", "tail_added_otherwise", "other_data", "other_loop", "hooks_lost")
 _OTHERWISE_WITH = {"tail_lost": "names", "verified": "everywhere"}
 """Those that say so where this stands in them."""
@@ -286,6 +289,7 @@ def _recovery(
         end_ns=end_ns,
         spans=_spans(begin_ns, _detection(begin_ns, deaths, injections, events), inside, newcomers),
         seen_by={rank: text_of(death, "by") or "unknown" for rank, death in deaths.items()},
+        last_words=tuple(words for death in deaths.values() if (words := _last_words(death, events))),
         injected=tuple(map(_as_injected, injections)),
         starts=_starts(fault.generation, events),
         copies=_copies(plan, inside),
@@ -357,6 +361,13 @@ def _death(rank: int, fault: Event, events: Sequence[Event], after_ns: int) -> E
     """The death of ``rank`` that led to ``fault``; not one that an earlier fault (at ``after_ns``) was about."""
     seen = [event for event in events if event.kind == "death_seen" and event.rank == rank]
     return next((event for event in reversed(seen) if after_ns < event.time_ns <= fault.time_ns), None)
+
+
+def _last_words(death: Event, events: Sequence[Event]) -> str:
+    """What the process has written before it ended itself; empty if something else has ended it."""
+    of_rank = [event for event in events if event.rank == death.rank and event.time_ns <= death.time_ns]
+    newest = next((event for event in reversed(of_rank) if event.kind in ("spawned", *_ENDS_ITSELF)), None)
+    return (text_of(newest, "error") or "") if newest is not None else ""
 
 
 def _injection(death: Event, events: Sequence[Event]) -> Event | None:

@@ -482,6 +482,33 @@ def test_numbers_of_a_model_are_in_no_state_dict() -> None:
         assert (found.names if found else ()) == expected
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("of['0.weight'].grad.clamp_(-1, 1)", ()),
+        ("for key in of:\n    of[key].grad /= 2\n    of[key].grad.clamp_(-1, 1)", ()),
+        ("for key in of:\n    of[key].requires_grad_(step > 1)\n    of[key].grad = of[key].grad * 2", ()),
+        ("row[0].data.mul_(0.5)\nrow[step].grad.add_(1)", ()),
+        ("use(more[step])\nmore[step].data.mul_(0.5)", ("more",)),
+        ("use(of)\nof.pop('0.weight')", ("of",)),
+        ("use(none[step])\nnone[step] /= 2", ("none[step]",)),
+    ],
+)
+def test_a_containers_entries_that_are_all_a_models(body: str, expected: tuple[str, ...]) -> None:
+    """Which one it is the text does not say. ``params = dict(model.named_parameters())`` is an ordinary line."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model(torch.ones(2)).sum().backward()
+
+    def steps() -> Iterator[int]:
+        yield 1
+        FRAMES.append(loop_carried(sys._getframe(1), (), (model,)))
+
+    of, row = dict(model.named_parameters()), [*model.parameters()]
+    values = {**names(), "session_steps": steps, "of": of, "row": row, "more": [*row, torch.ones(2)], "none": {1: 2.0}}
+    found = carried(f"for step in session_steps():\n{textwrap.indent(body, '    ')}\n", values)
+    assert (found.names if found else ()) == expected
+
+
 def test_what_a_new_process_takes_over_is_not_told() -> None:
     inner = Averaging()
     model = Cell(module=Cell(first=inner))

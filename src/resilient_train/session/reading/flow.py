@@ -424,12 +424,20 @@ class Flow:
         self._touch(map(id, path))
         self._used.update(map(id, path))
         for length, each in enumerate(prefixes(name), 1):
-            if not self._registered.has(path[:length], each) and self._scope.key(each) not in self._bound:
+            if not self._has(path[:length], each) and self._scope.key(each) not in self._bound:
                 self._first.setdefault(self._scope.key(each), each + self._scope.where)
                 if length <= len(path) and moves_when_used(path[length - 1]):
                     self._changed.setdefault(self._scope.key(each), each + self._scope.where)
         if len(path) > 1 and type(path[-1]) in PROPERTIES:
             self.follow(functions_of(path[-1], path[-2]))
+
+    def _has(self, path: Sequence[Any], name: str) -> bool:
+        """As KnownObjects; and where it is one entry of many, which one is not written there, whether all are."""
+        parts = split_name(name)
+        if not self._registered.has(path, name) and 0 < len(path) < len(parts) and parts[len(path)].startswith("["):
+            within = [*arrays_in(path[-1])]
+            return bool(within) and all(self._registered.has([each], name) for each in within)
+        return self._registered.has(path, name)
 
     def _is_sure(self, name: str) -> bool:
         keys = map(self._scope.key, prefixes(name))
@@ -604,7 +612,7 @@ class Flow:
         told = name or ast.unparse(target)
         if not self._is_sure(told):
             self._read(target)
-            if not self._registered.has(self._scope.path(told), told):
+            if not self._has(self._scope.path(told), told):
                 self._changed.setdefault(self._scope.key(told), told + self._scope.where)
 
     def _kept_in(self, name: str) -> list[Any]:
@@ -656,7 +664,7 @@ class Flow:
         container = container_of(name)
         path = self._scope.path(container)
         whole = len(path) == len(split_name(container))
-        if not filled and whole and not self._is_sure(name) and not self._registered.has(path, container):
+        if not filled and whole and not self._is_sure(name) and not self._has(path, name if of_tensor else container):
             filled = {id(path[-1]): container + self._scope.where}
         self._filled = {**filled, **self._filled}
         self._used.update(filled if of_tensor else ())

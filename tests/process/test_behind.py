@@ -30,7 +30,7 @@ def test_a_rank_that_alone_draws_behind_its_updates_is_told_of(tmp_path: Path) -
     assert run.recoveries() == 3, run.explain()
     told = [event["detail"] for event in run.of("tail_lost")]
     assert told == [{"next": 2, "names": []}, {"next": 8, "names": ["random numbers"]}], run.explain()
-    assert run.err.count("what the script does there on that rank alone (files that it writes, say) is not done") == 1
+    assert run.err.count("if the script does something there on that rank alone (it writes a file, say), look") == 1
 
 
 def test_a_cut_that_is_swallowed_makes_no_update(tmp_path: Path, undisturbed_of: Undisturbed) -> None:

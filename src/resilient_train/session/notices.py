@@ -152,8 +152,8 @@ class Notices:
             )
         if not names:
             say_aside(
-                f"{lost}: what the script does there on that rank alone (files that it writes, say) is not done where "
-                "it had not come to it, and nobody does it later (docs/how-to/after-the-update.md)"
+                f"{lost}: if the script does something there on that rank alone (it writes a file, say), look whether "
+                "it is done, since nobody does it later (docs/how-to/after-the-update.md)"
             )
             return
         say_aside(

@@ -629,6 +629,11 @@ def test_buffers_keep_their_order() -> None:
     successor.buffers.to_be_ordered(key_of(0, name) for name, _ in net.named_buffers())
     successor.restore(state.packed())
     assert [*nets[1]._buffers] == ["second", "first", "made", "third"]
+    successor.keep()
+    delattr(nets[1], "second")
+    nets[1].register_buffer("second", torch.zeros(2))
+    successor.rollback()
+    assert [*nets[1]._buffers] == ["second", "first", "made", "third"]
     successor.restore(packed)
     assert nets[1].first.tolist() == [7, 7]
 

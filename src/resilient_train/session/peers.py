@@ -254,9 +254,8 @@ class Peers:
         published none of it, or it is gone.
         """
         found = [read(each) for each in self._reader_of(rank).arena.publications(commits)]
-        if not found or not found[-1].ahead:
-            return None
-        return found[-1].rank, found[0].rank, not found[0].ahead
+        front = next((each for each in found if each.ahead), None)
+        return (front.rank, found[0].rank, not found[0].ahead) if front is not None else None
 
     def _reader_of(self, rank: int) -> _Reader:
         reader = self._readers.get(rank)

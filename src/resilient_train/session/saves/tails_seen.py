@@ -68,7 +68,9 @@ class TailsSeen:
 
     def _written(self, commits: int) -> tuple[bytes, bytes] | None:
         front, behind = self._front.get(commits), self._behind.get(commits)
-        return (front, behind) if front is not None and behind is not None and front != behind else None
+        if not self._neighbours or front is None or behind is None or front == behind:
+            return None
+        return front, behind
 
     def _look(self, commits: int, *, all_begun: bool) -> None:
         """``all_begun``: no rank is in the tail that leads to this update any more."""

@@ -191,6 +191,8 @@ class Buffers:
         """Those for which there was not even a name then."""
         self._order = [*map(tuple, self._dicts)]
         """In which each module had its names then. DDP sends them in that, and by that alone."""
+        self._several_order: list[tuple[str, ...]] = []
+        """Of those that have several, which are looked at in each window."""
         self._wanted: list[tuple[dict[str, torch.Tensor | None], list[str]]] = []
         """The order of another process, in which they are to be when all are there."""
         self._moved: set[str] = set()
@@ -227,7 +229,6 @@ class Buffers:
 
     def _count(self) -> None:
         self._several = [held for held in self._dicts if len(held) > 1]
-        self._several_order = [*map(tuple, self._several)]
         self._names = sum(map(len, self._dicts))
         self._none = [(held, name) for held in self._dicts for name, buffer in held.items() if buffer is None]
 

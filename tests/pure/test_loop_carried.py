@@ -492,6 +492,7 @@ def test_numbers_of_a_model_are_in_no_state_dict() -> None:
         ("use(more[step])\nmore[step].data.mul_(0.5)", ("more",)),
         ("use(of)\nof.pop('0.weight')", ("of",)),
         ("use(none[step])\nnone[step] /= 2", ("none[step]",)),
+        ("use(some[step])\nsome[step] += 2", ("some[step]",)),
     ],
 )
 def test_a_containers_entries_that_are_all_a_models(body: str, expected: tuple[str, ...]) -> None:
@@ -504,7 +505,15 @@ def test_a_containers_entries_that_are_all_a_models(body: str, expected: tuple[s
         FRAMES.append(loop_carried(sys._getframe(1), (), (model,)))
 
     of, row = dict(model.named_parameters()), [*model.parameters()]
-    values = {**names(), "session_steps": steps, "of": of, "row": row, "more": [*row, torch.ones(2)], "none": {1: 2.0}}
+    values = {
+        **names(),
+        "session_steps": steps,
+        "of": of,
+        "row": row,
+        "more": [*row, torch.ones(2)],
+        "none": {1: 2.0},
+        "some": {0: row[0], 1: 2},
+    }
     found = carried(f"for step in session_steps():\n{textwrap.indent(body, '    ')}\n", values)
     assert (found.names if found else ()) == expected
 

@@ -53,6 +53,8 @@ _CALLS_MAX = 500
 _OF_AUTOGRAD = ("forward", "setup_context", "backward")
 _ELEMENTS = 16
 """Of a list of objects that are called or changed: their classes are few."""
+_MANY = 10_000
+"""No model has so many parameters: what has more entries is not looked at, each by each."""
 _STATEMENTS_MAX = 5000
 """Behind so many a ``for`` is read once: loops in loops over objects of many classes."""
 _CHANGES = ("append", "appendleft", "extend", "extendleft", "insert", "add", "update", "remove", "discard", "clear",
@@ -433,11 +435,17 @@ class Flow:
 
     def _has(self, path: Sequence[Any], name: str) -> bool:
         """As KnownObjects; and where it is one entry of many, which one is not written there, whether all are."""
+        if self._registered.has(path, name):
+            return True
         parts = split_name(name)
-        if not self._registered.has(path, name) and 0 < len(path) < len(parts) and parts[len(path)].startswith("["):
-            within = [*arrays_in(path[-1])]
-            return bool(within) and all(self._registered.has([each], name) for each in within)
-        return self._registered.has(path, name)
+        if not path or len(path) == len(parts) or not parts[len(path)].startswith("["):
+            return False
+        inner = dict.values(path[-1]) if isinstance_past(path[-1], (dict,)) else path[-1]
+        if type(path[-1]) not in (list, tuple) and inner is path[-1]:
+            return False
+        within = [*islice(inner, _MANY)]
+        known = all(is_array(each) and self._registered.has([each], name) for each in within)
+        return known and 0 < len(within) < _MANY
 
     def _is_sure(self, name: str) -> bool:
         keys = map(self._scope.key, prefixes(name))

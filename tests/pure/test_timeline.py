@@ -1,8 +1,13 @@
 """From events to recoveries: phases, outcomes, and what is said where events are missing."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+import resilient_train
 from pure.stories import HOSTILE, at, beginning, normal_end, ns, one_kill, whole_run
+from resilient_train.observe import timeline
 from resilient_train.observe.report import Line, recovery_lines
 from resilient_train.observe.sinks import read_events
 from resilient_train.observe.timeline import PHASES, RecoveryOutcome, read_run, recoveries
@@ -83,6 +88,11 @@ def test_what_a_rank_that_has_ended_itself_has_said():
     first, second = recoveries([at(995, "worker_lost", 2, detail={"error": words}), *one_kill(), *one_kill(2000, 2)])
     assert (first.last_words, second.last_words) == ((words,), ())
     assert Line(f"  {words}") in recovery_lines(first)
+
+
+def test_whoever_ends_itself_is_known_to_the_report():
+    text = "".join(path.read_text() for path in Path(resilient_train.__file__).parent.rglob("*.py"))
+    assert set(re.findall(r'\bfail_stop\(self\._notices\.event, "(\w+)"', text)) == set(timeline._ENDS_ITSELF)
 
 
 def test_a_death_is_not_counted_for_two_faults():

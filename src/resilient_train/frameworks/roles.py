@@ -656,7 +656,9 @@ class RankState(Protocol):
         ...
 
     def tail_wrote(self, before: bytes, after: bytes, others: Sequence[tuple[bytes, bytes]]) -> TailsWrite:
-        """What a tail of this rank's has written, by what ``packed`` has returned around it, and it does of others."""
+        """What a tail of this rank's has written, and others' have not, or otherwise: each by what ``packed`` has
+        returned in front of it and behind it.
+        """
         ...
 
     def adopt(self, state: bytes) -> None:

@@ -155,10 +155,9 @@ class Driver:
         self._notices = notices = Notices(link, self._rank, lambda: self._number)
         self._kept_beside = KeptBeside(notices, objects, cursor, engine.window)
         groups = replicas or (tuple(range(agent.world_size)),)
-        mine = next((group for group in groups if agent.rank in group), ())
-        self._publication = Publication(link, engine.rank_state, engine.data, cursor, mine)
         state, window = engine.state, engine.window
         self._comparison = Comparison(link, state, engine.gradients, groups, settings.compare_every, self._inputs)
+        self._publication = Publication(link, engine.rank_state, engine.data, cursor, self._comparison.replicas)
         self.saving = Saving(
             link, state, window, self._publication, agent.run_dir, groups, notices.event, self._comparison
         )

@@ -244,9 +244,8 @@ class Peers:
 
     def own_state(self, rank: int, commits: int) -> bytes | None:
         """What that rank alone had in front of the tail after ``commits`` updates; None if it has not published it."""
-        payload = self._reader_of(rank).arena.published(commits)
-        published = read(payload) if payload is not None else None
-        return published.rank if published is not None and published.ahead else None
+        around = self.around_tail(rank, commits)
+        return around[0] if around is not None and not around[2] else None
 
     def around_tail(self, rank: int, commits: int) -> tuple[bytes, bytes, bool] | None:
         """What that rank alone had in front of the tail that leads to update ``commits``, and what it has published

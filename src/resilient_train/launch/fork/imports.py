@@ -16,6 +16,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -298,19 +299,18 @@ def _is_named(node: ast.expr, name: str) -> bool:
     return (isinstance(node, ast.Attribute) and node.attr == name) or (isinstance(node, ast.Name) and node.id == name)
 
 
-def _is_late(key: ast.expr | None) -> bool:
-    return isinstance(key, ast.Constant) and isinstance(key.value, str) and _is_read_late(key.value)
+def _is_late(key: ast.expr | str | None) -> bool:
+    name = key.value if isinstance(key, ast.Constant) else key
+    return isinstance(name, str) and (name in _LATE or name.startswith(_LATE_PREFIXES))
 
 
-def _is_read_late(name: str) -> bool:
-    return name in _LATE or name.startswith(_LATE_PREFIXES)
-
-
-def _updates_late(call: ast.Call) -> bool:
-    """``environ.update(...)`` of such variables alone."""
-    given = [key for each in call.args if isinstance(each, ast.Dict) for key in each.keys]
-    named = all(each.arg is not None and _is_read_late(each.arg) for each in call.keywords)
-    return named and all(isinstance(each, ast.Dict) for each in call.args) and all(map(_is_late, given))
+def _changes_late(call: ast.Call) -> bool:
+    """Whether all that it names are such variables: the first thing that it is given, or entries of a dict there."""
+    keys: list[ast.expr | str | None] = [*call.args[:1]]
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "update":
+        given = (each.keys if isinstance(each, ast.Dict) else [each] for each in call.args)
+        keys = [*chain.from_iterable(given), *(each.arg for each in call.keywords)]
+    return bool(keys) and all(map(_is_late, keys))
 
 
 def _sets_environment(tree: ast.Module) -> int:
@@ -323,12 +323,8 @@ def _sets_environment(tree: ast.Module) -> int:
             return node.lineno
         elif isinstance(node, ast.Call):
             call = node.func
-            if isinstance(call, ast.Attribute) and call.attr in _CHANGES and _is_named(call.value, "environ"):
-                if not (
-                    _updates_late(node) if call.attr == "update" else _is_late(node.args[0] if node.args else None)
-                ):
-                    return node.lineno
-            elif any(_is_named(call, name) for name in _SETTERS) and not _is_late(node.args[0] if node.args else None):
+            of_environ = isinstance(call, ast.Attribute) and call.attr in _CHANGES and _is_named(call.value, "environ")
+            if (of_environ or any(_is_named(call, name) for name in _SETTERS)) and not _changes_late(node):
                 return node.lineno
     return 0
 

@@ -409,9 +409,7 @@ class Flow:
         path = self._scope.path(name) if name else []
         if not path or len(path) < len(split_name(name)) or self._is_sure(name) or self._registered.has(path, name):
             return []
-        if isinstance_past(path[-1], (dict,)):
-            return [*islice(dict.values(path[-1]), _ELEMENTS)] if dicts else []
-        return [*islice(path[-1], _ELEMENTS)] if type(path[-1]) in (list, tuple, set, deque) else []
+        return _entries(path[-1], _ELEMENTS) if dicts or not isinstance_past(path[-1], (dict,)) else []
 
     def _objects_in(self, node: ast.AST) -> list[Any]:
         """The objects of the user's among it, one of each kind."""
@@ -440,10 +438,7 @@ class Flow:
         parts = split_name(name)
         if not path or len(path) == len(parts) or not parts[len(path)].startswith("["):
             return False
-        inner = dict.values(path[-1]) if isinstance_past(path[-1], (dict,)) else path[-1]
-        if type(path[-1]) not in (list, tuple) and inner is path[-1]:
-            return False
-        within = [*islice(inner, _MANY)]
+        within = _entries(path[-1], _MANY)
         known = all(is_array(each) and self._registered.has([each], name) for each in within)
         return known and 0 < len(within) < _MANY
 
@@ -788,6 +783,13 @@ def _bindings(target: ast.AST, value: Any) -> dict[str, Any]:
         case ast.Tuple(elts=parts) | ast.List(elts=parts) if type(value) in (tuple, list) and len(value) == len(parts):
             return {key: each for pair in zip(parts, value, strict=True) for key, each in _bindings(*pair).items()}
     return {}
+
+
+def _entries(value: Any, most: int) -> list[Any]:
+    """What a dict, a list or the like has in it, so many of it; of other things nothing."""
+    if isinstance_past(value, (dict,)):
+        return [*islice(dict.values(value), most)]
+    return [*islice(value, most)] if type(value) in (list, tuple, set, deque) else []
 
 
 def _sets_anew(node: ast.stmt) -> bool:

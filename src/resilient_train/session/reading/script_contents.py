@@ -458,8 +458,8 @@ def _of_module(name: str, module: Any) -> Iterator[HeldPart]:
     for tensors in (own.get(each) for each in _TENSORS):
         for key, tensor in [*tensors.items()] if type(tensors) is dict else ():
             if tensor is not None:
-                hangs = ((name, each) for name, each in attributes_of(tensor).items() if name != _IS_PARAMETER)
-                yield from _attributes(f"{name}.{key}", tensor, hangs)
+                hung_on = ((at, each) for at, each in attributes_of(tensor).items() if at != _IS_PARAMETER)
+                yield from _attributes(f"{name}.{key}", tensor, hung_on)
     yield from _attributes(name, module, parts_of(module).items())
     for called in hooks_of(module):
         yield from _parts(name, called.function)

@@ -22,9 +22,7 @@ _DRAWN = ("random numbers",)
 class Publication:
     """Random state, unsynchronised buffers, loader position and the number of the step that comes next."""
 
-    def __init__(
-        self, link: Link, rank_state: RankState, data: Data, cursor: Cursor, replicas: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, link: Link, rank_state: RankState, data: Data, cursor: Cursor, replicas: Sequence[int]) -> None:
         self._link = link
         self._rank_state = rank_state
         self._data = data

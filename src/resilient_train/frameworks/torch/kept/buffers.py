@@ -466,7 +466,8 @@ class Buffers:
                 if not write(there.memory, value):
                     held[name] = value.to(there.memory.device, copy=True)
         for names, order in zip(self._dicts, self._order, strict=True):
-            _put_in_order(names, order)  # one that was put back stands last
+            if tuple(names) != order:  # one that was put back stands last
+                _put_in_order(names, order)
         self._count()
 
     def _unmake(self, key: str) -> None:

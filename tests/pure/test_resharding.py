@@ -27,7 +27,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402 - only where torch is
 from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 
-from resilient_train.frameworks.torch.data import drop_workers, fast_forward, strides, workers  # noqa: E402
+from resilient_train.frameworks.torch.data import fast_forward, iterate, strides, workers  # noqa: E402
 
 
 class Own:
@@ -49,8 +49,8 @@ class Data:
     random_state = staticmethod(lambda: b"seeded here")
     restore_random_state = staticmethod(lambda _: None)
     workers = staticmethod(workers)
-    drop_workers = staticmethod(drop_workers)
     fast_forward = staticmethod(fast_forward)
+    iterate = staticmethod(iterate)
     strides = staticmethod(strides)
     pack = staticmethod(msgspec.msgpack.encode)
     unpack = staticmethod(msgspec.msgpack.decode)

@@ -337,3 +337,12 @@ def test_a_sharded_model_has_what_is_asked_of_it() -> None:
     if "unsharded_accumulated_grad" not in FSDPParam.__annotations__:  # torch 2.15, or later
         assert "return param.grad" in inspect.getsource(FSDPParam.unsharded_accumulated_grad.fget)
     assert "all_gather_work" in AllGatherResult._fields
+
+
+def test_a_loaders_first_batch_is_the_next_workers_in_turn() -> None:
+    """What ``data._InTurn`` sets; ``tests/pure/test_worker_numbers.py`` runs it."""
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+    source = inspect.getsource(_MultiProcessingDataLoaderIter)
+    assert source.count("self._worker_queue_idx_cycle = ") == 1
+    assert "return _MultiProcessingDataLoaderIter(self)" in inspect.getsource(torch.utils.data.DataLoader._get_iterator)

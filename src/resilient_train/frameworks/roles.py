@@ -736,16 +736,29 @@ class Data(Protocol):
         """Where the workers of the loader's next pass come from."""
         ...
 
-    def drop_workers(self, loader: Any) -> None:
-        """The next ``iter(loader)`` begins with new ones."""
+    def iterate(
+        self, loader: Any, told: Callable[[int, bytes], None], numbers: Mapping[int, bytes], *, anew: bool
+    ) -> Iterator[Any]:
+        """``iter(loader)``. ``told`` is called as a batch is given for which a worker has drawn random numbers: which
+        worker, and what it goes on from; empty if it could not go on from what it was given.
+
+        ``numbers``: by worker, what it goes on from, of a loader that takes up its place itself. ``anew``: not with the
+        workers that it may have kept.
+        """
         ...
 
     def fast_forward(
-        self, loader: Any, batches: int, samples: int, begin: Callable[[Any], Iterator[Any]]
+        self,
+        loader: Any,
+        batches: int,
+        samples: int,
+        begin: Callable[[Any], Iterator[Any]],
+        numbers: Mapping[int, bytes],
     ) -> Iterator[Any]:
         """An iterator over ``loader`` that starts at batch ``batches``, without loading what it skips if possible.
 
-        ``begin`` is called in place of ``iter``, for the loader or one that stands for it.
+        ``begin`` is called in place of ``iter``, for the loader or one that stands for it. ``numbers``: by worker, what
+        it goes on from, as ``iterate`` has told it.
 
         Batches are counted behind this rank's first ``samples`` samples: above 0 only where ``strides`` knows the
         loader.

@@ -48,6 +48,8 @@ class Published(msgspec.Struct, array_like=True):
     """How many of the script's loops over ``session.steps()`` the training has begun; 0: it is one of calls."""
     tails: TailsWrite = NOTHING_OF_ITS_OWN
     """Of this rank's tails."""
+    workers: bytes = b""
+    """See ``loader.DataPosition``."""
 
 
 def read(payload: bytes) -> Published:

@@ -38,7 +38,8 @@ STUCK_SAMPLE = 60
 class Noisy(Dataset):
     """Sample i is drawn from seed i, plus noise from the global generators; it says its own number.
 
-    Without noise where worker processes load: a plain DataLoader cannot resume their random numbers (docs/guarantees).
+    Without noise where a StatefulDataLoader keeps its workers: their random numbers are not those of before where a
+    pass begins in a new process (docs/how-to/load-data.md).
     """
 
     def __init__(self, noise: float, stuck: int = -1, size: int = 96, *, deadly: bool = False) -> None:
@@ -151,7 +152,7 @@ def mute(rank: int) -> None:
 def make_loader(variant: frozenset[str]) -> DataLoader:
     link = read_link()
     faulty = variant & {"stuck", "unread"} and link is not None and link.rank == 1 and link.incarnation == 0
-    noise, size = 0.0 if "workers" in variant else 0.01, 24 if "short" in variant else 96
+    noise, size = 0.0 if {"persistent", "stateful"} <= variant else 0.01, 24 if "short" in variant else 96
     data = Noisy(noise, stuck=STUCK_SAMPLE if faulty else -1, size=size, deadly="unread" in variant)
     kind: type[DataLoader] = DataLoader
     if "stateful" in variant:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 import torch.utils.data._utils.signal_handling as torch_signals
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from resilient_train._native import shield_worker
@@ -19,10 +21,11 @@ from resilient_train.frameworks.torch.kept.batch_copy import RememberedBatch as 
 from resilient_train.frameworks.torch.kept.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.tensors.leaves import pack, unpack
 from resilient_train.frameworks.torch.tensors.shared_batch import share
+from resilient_train.frameworks.torch.worker_numbers import Batches, InWorker, Task, Told, with_numbers
 
 __all__ = [
-    "drop_workers",
     "fast_forward",
+    "iterate",
     "look",
     "pack",
     "random_state",
@@ -95,21 +98,53 @@ def workers(loader: Any) -> Workers:
     return Workers.KEPT if getattr(loader, "_iterator", None) is None else Workers.THERE
 
 
-def drop_workers(loader: Any) -> None:
-    loader._iterator = None
+def iterate(loader: Any, told: Told, numbers: Mapping[int, bytes], *, anew: bool) -> Iterator[Any]:
+    """``iter(loader)``; a batch that is drawn by a worker says what that goes on from.
+
+    ``numbers``: by worker, what those begin with that a loader makes which keeps its place itself.
+    """
+    if anew and getattr(loader, "persistent_workers", False):
+        loader._iterator = None
+    if isinstance(loader, _Rest):
+        return Batches(iter(loader), told)
+    tells = _skips_by_index(loader) or _keeps_each_place(loader)
+    return with_numbers(loader, told, numbers) if tells and loader.num_workers else iter(loader)
+
+
+def _keeps_each_place(loader: Any) -> bool:
+    """Whether it is torchdata's, which makes new workers stand where the old ones were. Not where it says that seldom,
+    and draws what is between; nor where each worker goes through the data set by itself.
+    """
+    there = sys.modules.get("torchdata.stateful_dataloader")
+    return (
+        there is not None
+        and isinstance(loader, there.StatefulDataLoader)
+        and type(loader).__iter__ is there.StatefulDataLoader.__iter__
+        and loader.snapshot_every_n_steps == 1
+        and not isinstance(loader.dataset, IterableDataset)
+    )
 
 
 def fast_forward(
-    loader: Any, batches: int, samples: int = 0, begin: Callable[[Any], Iterator[Any]] = iter
+    loader: Any,
+    batches: int,
+    samples: int = 0,
+    begin: Callable[[Any], Iterator[Any]] = iter,
+    numbers: Mapping[int, bytes] = {},
 ) -> Iterator[Any]:
     """An iterator over ``loader`` that starts at batch ``batches``, counted behind the first ``samples`` samples.
 
     Must be called with the random state that the epoch began with: loader and sampler draw their seeds in here, in the
     order in which they draw them at the start of an epoch. Nothing else is drawn.
+
+    ``numbers``: by worker, what those begin with that have drawn before.
     """
-    if (batches or samples) and _skips_by_index(loader):
-        rest = _Rest(_behind(loader, samples), batches)
-        iterator = begin(_skipping(loader, rest))
+    if isinstance(loader, _Rest):
+        assert not batches, "a loader that stands for another one is begun anew"
+        loader.rest.whole()
+    elif (batches or samples or numbers) and _skips_by_index(loader):
+        rest = _RestOfBatches(_behind(loader, samples), batches, numbers, loader.num_workers)
+        iterator = begin(_Rest(loader, rest))
         if rest.iterator is not None:
             rest.iterator.skip()
         return iterator
@@ -153,16 +188,29 @@ class _Samples:
         return max(0, len(self._sampler) - self._skipped)
 
 
-class _Rest:
+class _RestOfBatches:
     """A batch sampler without its first batches: what they name is never loaded."""
 
-    def __init__(self, batch_sampler: Any, batches: int) -> None:
+    def __init__(self, batch_sampler: Any, batches: int, numbers: Mapping[int, bytes], workers: int) -> None:
         self._batch_sampler = batch_sampler
         self._batches = batches
+        self._numbers = numbers
+        self._workers = workers
         self.iterator: _RestIterator | None = None
 
+    @property
+    def first_worker(self) -> int:
+        """The one that the first batch of these would come from if none were left out."""
+        return self._batches % self._workers
+
+    def whole(self) -> None:
+        """From now on, all of them. A worker that has had no turn yet still goes on from its numbers."""
+        self._batches, self._numbers = 0, {} if self.iterator is None else self.iterator.numbers
+
     def __iter__(self) -> _RestIterator:
-        self.iterator = _RestIterator(iter(self._batch_sampler), self._batches)
+        turns = itertools.cycle(range(self._workers))
+        _consume(turns, self._batches % max(1, self._workers))
+        self.iterator = _RestIterator(iter(self._batch_sampler), self._batches, turns, {**self._numbers})
         return self.iterator
 
     def __len__(self) -> int:
@@ -172,9 +220,12 @@ class _Rest:
 class _RestIterator:
     """Skips at the first ``next``, or when told to: a sampler draws its seed then, after the loader drew its own."""
 
-    def __init__(self, iterator: Iterator[Any], batches: int) -> None:
+    def __init__(self, iterator: Iterator[Any], batches: int, turns: Iterator[int], numbers: dict[int, bytes]) -> None:
         self._iterator = iterator
         self._batches = batches
+        self._turns = turns
+        self.numbers = numbers
+        """What workers go on from with their first task."""
 
     def skip(self) -> None:
         batches, self._batches = self._batches, 0
@@ -185,23 +236,52 @@ class _RestIterator:
 
     def __next__(self) -> Any:
         self.skip()
-        return next(self._iterator)
+        samples = next(self._iterator)
+        numbers = self.numbers.pop(next(self._turns), b"") if self.numbers else b""
+        return Task(numbers, samples) if numbers else samples
 
 
-def _skipping(loader: DataLoader[Any], rest: _Rest) -> DataLoader[Any]:
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=rest,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+class _Rest(DataLoader[Any]):
+    """Stands for a loader, over what is left of its batches; its workers keep their turns and their numbers."""
+
+    def __init__(self, loader: DataLoader[Any], rest: _RestOfBatches) -> None:
+        self.rest = rest
+        in_worker = InWorker(loader, {}) if loader.num_workers else None
+        super().__init__(
+            loader.dataset,
+            batch_sampler=rest,
+            num_workers=loader.num_workers,
+            collate_fn=in_worker.collate if in_worker else loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=in_worker.begin if in_worker else loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def _get_iterator(self) -> Any:
+        return _InTurn(self) if self.num_workers else super()._get_iterator()
+
+
+class _InTurn(_MultiProcessingDataLoaderIter):
+    """Torch gives a pass's first batch to worker 0 and begins to go round there, each time that it begins one. Workers
+    differ by their number: in their seed, and in what ``worker_init_fn`` makes of it.
+    """
+
+    def __init__(self, loader: _Rest) -> None:
+        self._rest = loader.rest
+        super().__init__(loader)
+
+    @property  # type: ignore[override] # torch's is an attribute
+    def _worker_queue_idx_cycle(self) -> Iterator[int]:
+        return self._turns
+
+    @_worker_queue_idx_cycle.setter
+    def _worker_queue_idx_cycle(self, turns: Iterator[int]) -> None:
+        _consume(turns, self._rest.first_worker)
+        self._turns = turns
 
 
 def _consume(iterator: Iterator[Any], count: int) -> None:

@@ -41,7 +41,7 @@ class TorchPassOrder:
         return self._led_to
 
     def in_samples(self, loader: Any) -> bool:
-        return not _forks(loader) and any(self._in(walk(_makers(loader), _read_too)))
+        return not _forks(loader) and any(self._in(walk(_makers(loader), read_too)))
 
     def _in(self, found: Iterator[Any]) -> Iterator[str]:
         things = {**self._own, **self._shared}
@@ -87,10 +87,10 @@ def _around(loader: Any) -> Iterator[Any]:
         kind = type(each)
         forks = forks or _forks(each)
         if forks or issubclass(kind, IterableDataset):
-            return _read_too(each)
+            return read_too(each)
         if issubclass(kind, Dataset) or any(each is it for it in makers):
             return _counted_by(each) or None
-        return _read_too(each)
+        return read_too(each)
 
     return walk([loader], step)
 
@@ -113,7 +113,7 @@ def _counted_by(data_set: Any) -> list[Any]:
     return found
 
 
-def _read_too(each: Any) -> Iterable[Any] | None:
+def read_too(each: Any) -> Iterable[Any] | None:
     """What it holds on to, and what its functions read."""
     kind = type(each)
     if issubclass(kind, FunctionType):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from resilient_train.errors import ConfigError, UsageError
 from resilient_train.frameworks.roles import Data, PassOrder, Workers
+from resilient_train.session.redo.worker_numbers import WorkerNumbers
 
 
 class Batch(NamedTuple):
@@ -51,18 +52,22 @@ class DataPosition(NamedTuple):
     """The random state from which that one was drawn, if drawing it moved the random numbers."""
     begun: bytes = b""
     """A look at the first batch of the next pass to begin, if it has been drawn from here before."""
+    workers: bytes = b""
+    """What its workers draw from, see ``WorkerNumbers``."""
 
 
 _NOWHERE = DataPosition(0, 0, b"", b"")
 
 
 class MadeWorkers(NamedTuple):
-    """With what the workers were made that the loader keeps: the pass, and what they may read then of ``drawn_by``.
-    They hold it for good, also in later passes.
+    """With what the workers were made that the loader keeps: the pass, what they may read then of ``drawn_by``, and
+    the random numbers that their seed was drawn from. They hold it for good, also in later passes.
     """
 
     epoch: int = -1
     entries: Mapping[str, bytes] = {}
+    random: bytes = b""
+    generators: bytes = b""
 
 
 class Cursor:
@@ -88,7 +93,17 @@ class Cursor:
                 "a batch ahead: leave loader= out, loop over it yourself, and give the bodies to session.call "
                 "(docs/how-to/trainers.md)"
             )
+        if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+            raise ConfigError(
+                f"loader is a {type(loader).__qualname__} with in_order=False: it gives batches as its workers are "
+                "ready, so no process finds its place in it; leave in_order out"
+            )
         self.loader = loader
+        self._source = loader
+        """What a pass is begun with: the loader, or one that stands for it, whose workers are kept."""
+        self._stale = False
+        """Workers that it has have drawn for batches that are to be drawn once more."""
+        self._numbers = WorkerNumbers()
         self._data = data
         self._stateful = callable(getattr(loader, "state_dict", None)) and callable(
             getattr(loader, "load_state_dict", None)
@@ -132,6 +147,7 @@ class Cursor:
             self._begin_epoch()
         assert self._iterator is not None
         drawn_from = self._data.random_state() if self._looks else b""
+        self._numbers.drawn()
         try:
             value = next(self._iterator)
         except StopIteration:
@@ -155,6 +171,7 @@ class Cursor:
             self._drawn_from = drawn_from if drawn_from != self._data.random_state() else b""
         elif self.looks:
             self._look_for_repeats(self._data.look(value))
+        self.strayed = self._numbers.are_missing() or self.strayed
         return Batch(value, self._epoch)
 
     def _look_for_repeats(self, look: bytes) -> None:
@@ -167,7 +184,7 @@ class Cursor:
 
     def sources(self) -> tuple[Any, ...]:
         """What gives the batches."""
-        return self._iterator, self.loader
+        return self._iterator, self.loader, self._source
 
     @property
     def place(self) -> tuple[int, int]:
@@ -189,7 +206,7 @@ class Cursor:
             return _NOWHERE
         own = self._told_of_pass() if self._index or self._skipped else self._told_of_next_pass()
         place = self._epoch, self._index, self._epoch_random, own, self._skipped, self._reuses()
-        return DataPosition(*place, self._last, self._drawn_from)
+        return DataPosition(*place, self._last, self._drawn_from, workers=self._numbers.packed())
 
     def _told_of_pass(self) -> bytes:
         before, self._told_states = self._told_states, self._states()
@@ -226,7 +243,7 @@ class Cursor:
         return bool(own) and self._data.unpack(own)["inner"] is not None
 
     def _reuses(self) -> bool:
-        return self._has_workers(self.loader) if self._reused is None else self._reused
+        return self._has_workers(self._source) if self._reused is None else self._reused
 
     def _has_workers(self, loader: Any) -> bool:
         return self._data.workers(loader) is Workers.THERE
@@ -234,8 +251,11 @@ class Cursor:
     def load(self, position: DataPosition) -> None:
         """Takes up a position. The global random state is left as it was, and what else the order was drawn from."""
         self._epoch, self._index, self._epoch_random, packed, self._skipped, self._reused, *drawn = position
-        self._last, self._drawn_from, self._expected = drawn
+        self._last, self._drawn_from, self._expected, workers = drawn
         self._iterator, self.strayed = None, False
+        self._numbers.take_up(workers)
+        self._source = self.loader
+        self._stale = True
         own = self._data.unpack(packed) if packed else {"inner": None, "generators": b"", "now": b"", "own": {}}
         self._epoch_generators, self._drawn_by, self._before = own["generators"], own["own"], {}
         self._forked = MadeWorkers(**own.get("forked", {}))
@@ -251,12 +271,11 @@ class Cursor:
         if self._stateful:
             assert own["inner"] is not None, "a stateful loader's position without its state"
             self.loader.load_state_dict(own["inner"])
-            self._iterator, self._goes_on = iter(self.loader), True
+            self._iterator = self._data.iterate(self.loader, self._numbers.told, self._numbers.behind(), anew=True)
+            self._goes_on, self._stale = True, False
         else:
             self._data.restore_random_state(self._epoch_random)
             self._iterator = self._go_on()
-            if self._data.workers(self.loader) is Workers.KEPT:
-                self._make_workers(self.loader)  # a later pass would make them with what is there then
             if own["now"]:
                 self._data.restore_states(self._generators, own["now"])
         self._data.restore_random_state(now)
@@ -275,7 +294,10 @@ class Cursor:
         is made of what bodies may have changed since.
         """
         again = 1 if self._last else 0
-        iterator = self._data.fast_forward(self.loader, self._index - again, self._skipped, self._begin)
+        if again:
+            self._numbers.undraw()
+        place = self._index - again, self._skipped
+        iterator = self._data.fast_forward(self.loader, *place, self._begin, self._numbers.behind())
         if again:
             if self._drawn_from:
                 self._data.restore_random_state(self._drawn_from)
@@ -283,7 +305,7 @@ class Cursor:
             batch = next(iterator, NO_BATCH)
             other = self._data.look(batch) != self._last and before == self._own_now()
             made_anew = self._order is not None and self._order.in_samples(self.loader)
-            self.strayed = batch is NO_BATCH or (other and not made_anew)
+            self.strayed = self._numbers.are_missing() or batch is NO_BATCH or (other and not made_anew)
         return iterator
 
     def _entries(self) -> dict[str, bytes]:
@@ -298,12 +320,16 @@ class Cursor:
         self._epoch_generators = self._states()
         self._before, self._drawn_by, self._packed, self._goes_on = self._entries(), {}, None, False
         self._reused = self._reuses()
-        if self._data.workers(self.loader) is Workers.KEPT and not self._reused:
+        if self._data.workers(self._source) is Workers.MADE_ANEW:
+            self._numbers = WorkerNumbers()
+        elif not self._reused:
             led_to = self._order.led_to(self.loader) if self._order is not None else ()
-            self._forked = MadeWorkers(
-                self._epoch, {name: each for name, each in self._before.items() if name in led_to}
-            )
-        self._iterator = self._begin(self.loader)
+            read = {name: each for name, each in self._before.items() if name in led_to}
+            self._forked = MadeWorkers(self._epoch, read, self._epoch_random, self._epoch_generators)
+        # Workers that are there, and of this place, have them.
+        made = self._reused and (self._stale or not self._has_workers(self._source))
+        numbers = self._numbers.behind() if made else {}
+        self._iterator = self._data.fast_forward(self._source, 0, 0, self._begin, numbers)
 
     def _begin(self, loader: Any) -> Iterator[Any]:
         """Iterates over ``loader`` with the draws that this pass once began with.
@@ -311,12 +337,12 @@ class Cursor:
         A loader that makes workers draws a seed for them. One that keeps them (``persistent_workers``) does so in the
         first pass of its process only, and a process that takes a place in a later one would draw once more.
         """
-        has = self._has_workers(loader)
-        if self._reused and not has:
+        if self._reused and (self._stale or not self._has_workers(loader)):
             self._make_workers(loader)
-        elif has and not self._reused:
-            self._data.drop_workers(loader)
-        return iter(loader)
+        self._stale = False
+        if self._data.workers(loader) is not Workers.MADE_ANEW:
+            self._source = loader
+        return self._data.iterate(loader, self._numbers.told, {}, anew=not self._reused)
 
     def _make_workers(self, loader: Any) -> None:
         """With what those of the process were made whose place this one takes. What it draws for them, and for the
@@ -329,7 +355,11 @@ class Cursor:
             self._order.restore(forked.entries)
         if forked.epoch != self._epoch:
             self._set_epoch_of_data(forked.epoch)
-        iter(loader)
+        if forked.random:
+            self._data.restore_random_state(forked.random)
+        if forked.generators:
+            self._data.restore_states(self._generators, forked.generators)
+        self._data.iterate(loader, self._numbers.told, {}, anew=True)
         if forked.epoch != self._epoch:
             self._set_epoch_of_data(self._epoch)
         self._data.restore_random_state(now)

@@ -102,6 +102,7 @@ class Publication:
                 self._tails_draw,
                 loops=self.loops,
                 tails=tails,
+                workers=position.workers,
             )
         )
         self._link.peers.publish(commits, payload)
@@ -164,6 +165,7 @@ class Publication:
                 held.last,
                 held.drawn_from,
                 held.begun,
+                held.workers,
             )
         )
         self._data.restore_random_state(held.random)

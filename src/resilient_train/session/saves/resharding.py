@@ -41,7 +41,7 @@ def reshard(
     # As the script has made it, where the one of the old world says where it was.
     loader = base.loader if own is not None and not cursor.keeps_place(own.loader) else cursor.position().own
     there = {"epoch": place.epoch, "taken": place.taken, "skipped": place.skipped, "loader": loader}
-    moved = msgspec.structs.replace(base, **there, called=b"", last=b"", drawn_from=b"", begun=b"")
+    moved = msgspec.structs.replace(base, **there, called=b"", last=b"", drawn_from=b"", begun=b"", workers=b"")
     return msgspec.msgpack.encode(moved), place.found
 
 

@@ -140,9 +140,18 @@ def random_state() -> bytes:
     return newest.whole
 
 
+def host_random_state() -> bytes:
+    """The same without any device's, which a forked process can't ask."""
+    return _ENCODER.encode((*_host_parts(), ()))
+
+
+def _host_parts() -> tuple[bytes, float | None, _NumpyState, bytes]:
+    return *_python_state(), _numpy_state(), _torch_state()
+
+
 def _read_all() -> bytes:
     global _newest
-    parts = *_python_state(), _numpy_state(), _torch_state()
+    parts = _host_parts()
     of_device = _accelerator.random_state()
     if of_device is not None:
         return _ENCODER.encode((*parts, (), of_device.numpy().tobytes()))

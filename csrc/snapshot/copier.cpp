@@ -243,21 +243,26 @@ struct Copier::Pool {
     for (;;) {
       has_work.wait(lock, [this] { return closing || has_chunks(); });
       if (closing) return;
-      ++working;
-      lock.unlock();
-      std::exception_ptr thrown;
-      try {
-        if (job.after != nullptr) job.after->wait_over();
-        run_chunks(scratches[number]);
-      } catch (...) {
-        thrown = std::current_exception();
-      }
-      lock.lock();
-      if (thrown) fail(std::move(thrown));
-      if (--working == 0) {  // all chunks have been taken, and whoever took one is done
-        if (outcome == Outcome::running) outcome = Outcome::complete;
-        is_over.notify_all();
-      }
+      take_part(lock, scratches[number]);
+    }
+  }
+
+  // The mutex is let go of meanwhile.
+  void take_part(std::unique_lock<std::mutex>& lock, Scratch& scratch) {
+    ++working;
+    lock.unlock();
+    std::exception_ptr thrown;
+    try {
+      if (job.after != nullptr) job.after->wait_over();
+      run_chunks(scratch);
+    } catch (...) {
+      thrown = std::current_exception();
+    }
+    lock.lock();
+    if (thrown) fail(std::move(thrown));
+    if (--working == 0) {  // all chunks have been taken, and whoever took one is done
+      if (outcome == Outcome::running) outcome = Outcome::complete;
+      is_over.notify_all();
     }
   }
 };
@@ -281,10 +286,15 @@ Copier::~Copier() {
 
 Copier::Pool& Copier::ready_pool() {
   if (pool_ == nullptr || pool_->pid != ::getpid()) pool_ = new Pool();
-  while (pool_->threads.size() < threads_) {
-    const std::size_t number = pool_->threads.size();
-    pool_->threads.push_back(
-        start_native_thread("rt-copy", [pool = pool_, number, nice = nice_] { pool->work(number, nice); }));
+  try {
+    while (pool_->threads.size() < threads_) {
+      const std::size_t number = pool_->threads.size();
+      pool_->threads.push_back(
+          start_native_thread("rt-copy", [pool = pool_, number, nice = nice_] { pool->work(number, nice); }));
+    }
+  } catch (const std::system_error&) {
+    // No more threads to be had (ulimit -u, pids.max): those that there are do it, or the caller; the next copy tries
+    // again. A job must not end, or save nothing any more, since there was none for a moment.
   }
   return *pool_;
 }
@@ -298,7 +308,7 @@ void Copier::start(CopyJob job) {
   check(job);
   Pool& pool = ready_pool();
   {
-    const std::scoped_lock lock(pool.mutex);
+    std::unique_lock lock(pool.mutex);
     if (pool.outcome == Outcome::running || pool.working > 0) {
       throw std::logic_error("a copy is under way: wait for it, or abort it");
     }
@@ -310,6 +320,7 @@ void Copier::start(CopyJob job) {
     pool.next_chunk = 0;
     pool.error = nullptr;
     pool.outcome = pool.chunks > 0 ? Outcome::running : Outcome::complete;
+    if (pool.threads.empty() && pool.has_chunks()) pool.take_part(lock, pool.scratches.front());
   }
   pool.has_work.notify_all();
 }

@@ -17,6 +17,7 @@
 
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -247,6 +248,31 @@ void test_one_at_a_time_and_abort() {
   copier.start(job);   // and is destroyed while it runs
 }
 
+// The caller does it, and the next copy finds threads again.
+void test_without_threads() {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    rlimit limit{};
+    ::getrlimit(RLIMIT_NPROC, &limit);
+    const rlimit none{0, limit.rlim_max};
+    if (::setrlimit(RLIMIT_NPROC, &none) != 0) ::_exit(1);
+    if (::getuid() == 0 && ::setuid(65534) != 0) ::_exit(2);  // root has no limit
+    const Bytes source = random_bytes(3'000'000, 4);
+    const Image image(source.size());
+    Copier copier(2, 0);
+    copier.start({image.memory,
+                  source.size(),
+                  {{reinterpret_cast<std::uintptr_t>(source.data()), source.size(), 0}},
+                  Direction::gather,
+                  true});
+    if (!copier.done() || !copier.wait(0)) ::_exit(3);  // it was over when start() returned: there was no thread
+    ::_exit(std::memcmp(image.memory, source.data(), source.size()) == 0 && copier.digests().size() > 0 ? 0 : 4);
+  }
+  int status = -1;
+  CHECK(::waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
 // A fork gets threads of its own, in whatever state its parent's were.
 void test_forks() {
   const Bytes source = random_bytes(9'000'000, 5);
@@ -339,6 +365,7 @@ int main() {
   test_a_file_that_ends_early();
   test_refused_jobs();
   test_one_at_a_time_and_abort();
+  test_without_threads();
   test_forks();
   test_populate();
   test_nan();

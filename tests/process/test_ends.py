@@ -98,6 +98,8 @@ def test_a_wrong_session_ends_with_code_2(tmp_path: Path, mode: str, told: str) 
         ([], {"RESILIENT_TRANSFER": "mail"}, "RESILIENT_TRANSFER"),
         (["--nproc-per-node", "0"], {}, "0 ranks"),
         (["--max-restarts", "-1"], {}, "max_restarts"),
+        (["--master-port", "99999"], {}, "to 65535"),
+        (["--run-dir", ""], {}, "--run-dir is empty"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(tmp_path: Path, flags: list[str], environ: dict[str, str], told: str) -> None:

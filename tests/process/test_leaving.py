@@ -130,7 +130,7 @@ def test_where_storage_fails_the_state_stays_in_memory(run_dir: Path, undisturbe
     (failed,) = run.of("save_failed")
     assert "EFBIG" in failed["detail"]["reason"]
     assert "its state could not be saved" in run.err
-    assert "(in memory)" in run.err, "a person wants to know that there is not much time"
+    assert "(in memory, within 60 s" in run.err, "a person wants to know that there is not much time"
     assert not list(folder.iterdir()), "half a checkpoint stays"
     goes_on(run_dir, undisturbed, source="memory")
 

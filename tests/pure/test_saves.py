@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import time
 from pathlib import Path
@@ -16,11 +17,13 @@ import pytest
 from pure import checkpoint_rig
 from pure.silent_holder import silent_holder
 from resilient_train.errors import HolderLostError, HolderSilentError
+from resilient_train.events import now
 from resilient_train.launch.agent import held_snapshots, starting_state, stored_checkpoints, trusted_states
 from resilient_train.launch.agent.held_snapshots import HeldSnapshots
 from resilient_train.launch.agent.saves import Saves
 from resilient_train.launch.agent.stored_checkpoints import Stored
 from resilient_train.launch.spec import CHECKPOINTS
+from resilient_train.observe.sinks import JsonLines
 from resilient_train.protocol.messages import Captured, Source, VaultOpened
 from resilient_train.state.vault import holder_search, slots
 from resilient_train.state.vault.client import socket_path
@@ -371,6 +374,33 @@ def test_a_holder_that_has_work_may_write(tmp_path: Path, monkeypatch: pytest.Mo
         assert each.may_write() == bool(works)
     monkeypatch.setattr(Holding, "connect", silent)
     assert each.may_write()
+
+
+def test_an_earlier_run_that_had_saved_is_told_of(tmp_path: Path) -> None:
+    """An unmounted volume looks like a job that has saved nothing yet."""
+    said: list[str] = []
+    each = Saves(tmp_path, 2, 2, lambda *_, **__: None, said.append, lambda _: None, asyncio.create_task)
+    for number, kinds in enumerate((["run_start", "saved"], ["run_start"])):
+        earlier = JsonLines(tmp_path / f"events-{number + 1}.jsonl")
+        for kind in kinds:
+            earlier.write(now(kind, detail={"step": 80}))
+        earlier.close()
+        os.utime(tmp_path / f"events-{number + 1}.jsonl", (number, number))
+        assert not choose(each)
+        each.start.tell_source()
+    (line,) = said
+    assert line.endswith("where an earlier run had saved step 80: all ranks begin anew")
+
+
+def test_what_is_passed_over_is_told_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    each = Saves(tmp_path, 2, 2, lambda *_, **__: None, said.append, lambda _: None, asyncio.create_task)
+    (tmp_path / CHECKPOINTS / "step_4").mkdir(parents=True)
+    each._snapshots.newest_to_stay = lambda: Source("memory", 3)  # type: ignore[method-assign]
+    for _ in range(2):
+        assert not choose(each)
+    (line,) = said
+    assert line.startswith(f"{tmp_path / CHECKPOINTS / 'step_4'} is passed over: ")
 
 
 def test_storage_that_does_not_let_us_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -272,6 +273,23 @@ def test_a_host_copy_that_can_not_begin_ends_the_saving_and_no_step(
     host_rank.saving.fence()
     host_rank.head(3)
     assert host_rank.told() == []
+
+
+def test_what_is_short_for_a_moment_ends_no_saving(host_rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
+    def no_descriptor(**_: Any) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    host_rank.head(1)
+    host_rank.saving.wait()
+    made = host_rank.saving._state.fingerprint
+    host_rank.saving._state.fingerprint = no_descriptor  # type: ignore[method-assign]
+    host_rank.head(2)
+    assert host_rank.told() == [captured(1, 1), Skipped(2, 2, "rank 1: [Errno 24] too many open files")]
+    host_rank.saving._state.fingerprint = made  # type: ignore[method-assign]
+    host_rank.head(3)
+    host_rank.saving.wait()
+    assert (host_rank.told(), host_rank.snapshots()) == ([captured(3, 3)], [3, 1])
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("at", ["gather", "wait", "late"])

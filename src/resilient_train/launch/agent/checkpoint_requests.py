@@ -194,7 +194,7 @@ class CheckpointRequests:
         self._go_on()
 
     def _failed(self, save: PendingCheckpoint, reason: str) -> None:
-        self._troubles.tell("save_failed", save.step, reason)
+        self._troubles.tell("save_failed", save.step, reason, ends=save.over is not None)
         if save.over is not None:
             self.last_failed = True
             save.over(f"its state could not be saved: {reason}")

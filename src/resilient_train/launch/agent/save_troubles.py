@@ -29,19 +29,20 @@ class SaveTroubles:
         self._kinds: set[str] = set()
         self._passed_over: set[str] = set()
 
-    def tell(self, kind: str, step: int | None, reason: str) -> None:
-        """``step``: of the checkpoint that it is about; None: of none."""
+    def tell(self, kind: str, step: int | None, reason: str, *, ends: bool = False) -> None:
+        """``step``: of the checkpoint that it is about; None: of none. ``ends``: the job does, and says so itself."""
         self._note(kind, detail={"reason": reason} if step is None else {"step": step, "reason": reason})
         subject = "checkpoints" if step is None else f"checkpoint of step {step}"
-        if kind not in self._kinds:
+        if kind not in self._kinds and not ends:
             self._kinds.add(kind)
             self._say(f"{subject}: {_TOLD[kind]}: {reason}. Training goes on")
 
     def pass_over(self, path: str, reason: str) -> None:
-        """What lies there is not gone on from. Written down once for each path; not on the console."""
+        """What lies there is not gone on from, but something else. Told once for each path."""
         if path not in self._passed_over:
             self._passed_over.add(path)
             self._note("checkpoint_skipped", detail={"path": path, "reason": reason})
+            self._say(f"{path} is passed over: {reason}")
 
     def written(self, step: int) -> None:
         """A checkpoint was, so saving is well again."""

@@ -17,7 +17,9 @@ from resilient_train.launch.agent.held_snapshots import HeldSnapshots
 from resilient_train.launch.agent.save_troubles import SaveTroubles, Teller
 from resilient_train.launch.agent.stored_checkpoints import Stored, find_stored
 from resilient_train.launch.agent.trusted_states import TrustedStates
+from resilient_train.observe.sinks import read_events
 from resilient_train.protocol.messages import Source
+from resilient_train.state.vault.holder import GRACE_S
 
 _SLOW_S = 30.0
 _PATIENCE_S = 60.0
@@ -139,10 +141,11 @@ class StartingState:
             )
         if stored.untidy:
             self._troubles.tell("retention_failed", None, stored.untidy)
-        for path, reason in ((str(self._folder), stored.unreadable), ("memory", silent), *stored.skipped):
-            if reason:
-                self._troubles.pass_over(path, reason)
         self.source = seen.newest
+        if self.source is not None:
+            for path, reason in ((str(self._folder), stored.unreadable), ("memory", silent), *stored.skipped):
+                if reason:
+                    self._troubles.pass_over(path, reason)
         self._states.begun_with(self.source, stored.steps)
         self._snapshots.begin_from(max(self._states.newest, 0))
         if self.source is not None:
@@ -180,6 +183,19 @@ class StartingState:
             self._say(f"all ranks go on from {_described(self.source)}")
         elif self._snapshots.wanted:
             self._say("there is no saved state to go on from: all ranks begin anew")
+        elif (saved := self._saved_by_earlier_run()) is not None:
+            self._say(
+                f"nothing is saved in {self._folder}, where an earlier run had saved step {saved}: all ranks begin anew"
+            )
+
+    def _saved_by_earlier_run(self) -> int | None:
+        """The last step that the run before in this directory had saved, as far as its events say."""
+        earlier = self._folder.parent.glob("events-*.jsonl")
+        with contextlib.suppress(OSError, ValueError):
+            newest = max(earlier, key=lambda path: path.stat().st_mtime_ns, default=None)
+            saved = [event for event in read_events(newest) if event.kind == "saved"] if newest else []
+            return int(str(saved[-1].detail["step"])) if saved else None
+        return None
 
     async def left(self) -> str:
         """What a job that is started again in this run directory would go on from, for people; empty if nothing is seen
@@ -189,8 +205,12 @@ class StartingState:
         if self._requests.last_failed or self._snapshots.vault is None:
             with contextlib.suppress(HolderSilentError):
                 memory = self._snapshots.newest()
-        newest = _newest(await self._seen_on_storage(), memory)
-        return _described(newest) if newest is not None else ""
+        stored = await self._seen_on_storage()
+        newest = _newest(stored, memory)
+        if newest is None or newest is stored:
+            return _described(newest) if newest is not None else ""
+        older = f"; then {_described(stored)}" if stored is not None else ""
+        return f"update {newest.commits} (in memory, within {GRACE_S:g} s{older})"
 
     async def _seen_on_storage(self) -> Source | None:
         """The newest checkpoint that looks whole, its bytes unread; None also where storage does not answer soon."""

@@ -55,7 +55,9 @@ def ask(run: Path, question: Inject | Pause | Query | Unpause) -> Reply:
     """Asks the agent of a running job. Raises NoJobError if none runs there, ConfigError if it refuses the question."""
     path = run / SOCKET
     if not run.is_dir():
-        raise NoJobError(f"no job is running in {run}: there is no such directory")
+        raise NoJobError(
+            f"no job is running in {run}: {'it is a file' if run.exists() else 'there is no such directory'}"
+        )
     if not path.exists():
         known = (run / EVENTS_FILE).exists()
         why = "the run is over" if known else "it is no run's directory"

@@ -41,6 +41,8 @@ from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.protocol.policy import DEFAULT_MAX_RESTARTS, Policy
 from resilient_train.tft_switches import Switches
 
+_LAST_PORT = 65_535
+
 
 def _check_torch() -> None:
     """Raises ConfigError unless there is a torch that recoveries work with."""
@@ -114,8 +116,12 @@ def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
         raise ConfigError(f"--log-dir: {error}") from None
     if launch.max_nodes > 1:
         return args
+    if not 0 <= (args.master_port or 0) <= _LAST_PORT:
+        raise ConfigError(f"--master-port {args.master_port}: ports are 0 (any that is free) to {_LAST_PORT}")
     if launch.nproc_per_node < 1:
         raise ConfigError(f"--nproc-per-node {args.nproc_per_node} gives {launch.nproc_per_node} ranks")
+    if args.run_dir == "":
+        raise ConfigError("--run-dir is empty: a job that is started again would not find what it had saved")
     run_id = str(uuid.uuid4()) if args.standalone or launch.run_id in ("", "none") else launch.run_id
     run_dir = Path(
         settings.run_dir or Path("resilient_runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -449,7 +455,7 @@ def _whole(path: Path) -> list[Event]:
 
 def _sum_up(job: JobSpec, code: int, console: Console) -> None:
     """The last line, and the trace. They only tell: the job is over, and its exit code is known."""
-    from resilient_train.observe.trace import write_trace
+    from resilient_train.observe.trace import TRACE_FILE, write_trace
 
     try:
         events = _whole(job.run_dir / EVENTS_FILE)
@@ -458,11 +464,15 @@ def _sum_up(job: JobSpec, code: int, console: Console) -> None:
             if short := missed(events, parse_plan(job.settings.faults)):
                 console.say(line(short))
             console.say(line(told))
-        write_trace(events, job.run_dir / "trace.json")
     except Exception as error:
         console.say(
             line(f"ended with exit code {code}; what became of the run can't be told from its events: {error!r}")
         )
+        return
+    try:
+        write_trace(events, job.run_dir / TRACE_FILE)
+    except Exception as error:
+        console.say(line(f"{TRACE_FILE} could not be written: {error}"))
 
 
 if __name__ == "__main__":

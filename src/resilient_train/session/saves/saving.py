@@ -12,6 +12,7 @@ Which windows begin with one, the same on all ranks: see ``cadence.py``. Which o
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,7 @@ from resilient_train.tft_switches import auto_save, snapshot_steps
 _REPLY_TIMEOUT_S = 2.0
 """The training waits meanwhile: if the holder does not answer, this snapshot is not taken."""
 _SLOT_POLL_MS = 10
+_SHORT = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class Saving:
@@ -161,7 +163,7 @@ class Saving:
     def _failed(self, commits: int, step: int, due: Due, error: Exception) -> None:
         if due is not Due.NOTHING:
             self._skip(commits, step, str(error))
-        if not isinstance(error, HolderLostError):  # the next snapshot will find another holder
+        if not _passes(error):
             self._give_up(str(error))
 
     def _connected(self) -> Vault:
@@ -419,3 +421,8 @@ class Saving:
         self._wish = None
         self._names.leave_off()
         self._event("save_off", detail)
+
+
+def _passes(error: Exception) -> bool:
+    """Whether the next snapshot may succeed: it will find another holder, or what was short for a moment."""
+    return isinstance(error, HolderLostError) or (isinstance(error, OSError) and error.errno in _SHORT)

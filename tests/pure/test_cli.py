@@ -259,11 +259,49 @@ def test_a_refusal_of_the_agent_is_said(run, agent, capsys):
 
 
 def test_status_shows_what_the_agent_says(run, agent, capsys):
-    status = {"stage": "RUNNING", "generation": 3, "ranks": [{"rank": 0, "pid": 7}, {"rank": 1, "pid": 8}]}
+    rank = {
+        "rank": 0,
+        "pid": 7,
+        "age_s": 9.5,
+        "incarnation": 0,
+        "commits": 4,
+        "phase": "COMPUTE",
+        "step": 5,
+        "beats": 9,
+    }
+    new = {**rank, "rank": 1, "pid": 8, "incarnation": 2, "commits": None, "phase": "JOINING", "step": None}
+    gone = {**new, "rank": 2, "pid": None, "age_s": None, "phase": "ENDED"}
+    standby = {"pid": 6, "depth": "zygote", "ready": False, "own_bytes": 3 << 20}
+    limits = {"restarts": 1, "replacements": 2, "max_restarts": 100}
+    status = {
+        "stage": "RECOVERING",
+        "stage_s": 1.5,
+        "waits_for": [1, 2],
+        "unnoticed": [],
+        "paused": None,
+        "pause_at": 0,
+        "stragglers": [{"rank": 0, "since": 3, "ratio": 2.5, "compute_ms": 8.0}],
+        "generation": 3,
+        **limits,
+        "ranks": [rank, new, gone],
+        "standbys": [standby],
+        "of_tomorrow": [1],
+    }
     asked = agent(encode(Reply(status=status))).asked
     assert main(["status", str(run)]) == 0
     assert asked[1] == Query()
-    assert capsys.readouterr().out == "stage: RUNNING\ngeneration: 3\nranks: \n  rank 0  pid 7\n  rank 1  pid 8\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "RECOVERING for 1.5 s",
+        "it waits for ranks 1, 2",
+        "a pause is asked for before the next step",
+        "rank 0 computes 2.5 times as long as before step 3",
+        "replacements: 2, restarts of all: 1 (at most 100 together), generation 3",
+        "rank 0: COMPUTE of step 5, 4 updates committed (process 7, 9.5 s old)",
+        "rank 1: JOINING (process 8, 9.5 s old, 2 before it)",
+        "rank 2: ENDED, no process",
+        "standbys: zygote 6 (3 MiB, on its way)",
+        "of_tomorrow: [1]",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from resilient_train.errors import ConfigError, ResilientError
 from resilient_train.events import Event, now
 from resilient_train.faults import INJECTABLE, TARGETS, check_fault, nearest
 from resilient_train.frameworks.supported import torch_installed, torch_problem, version_line
-from resilient_train.launch.cli import asking
+from resilient_train.launch.cli import asking, status_text
 from resilient_train.launch.cli.asking import RUNS
 from resilient_train.observe.report import Line, as_dict, lines, show
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
@@ -359,7 +359,7 @@ def status(
     """Ask a running job how it is."""
     where, found = asking.find(run, asking.AnnouncedWait(limit_s, _tell))
     named = [Line(f"run: {where}")] if run is None else []
-    _answer(as_json, found, [*named, *(Line(f"{key}: {_plain(value)}") for key, value in found.items())])
+    _answer(as_json, found, [*named, *map(Line, status_text.told(found))])
     return 0
 
 
@@ -395,16 +395,6 @@ def resume(run: _Newest = None, as_json: Json = False) -> int:
         text = f"the pause is taken back; the job is {status['was']}, in {found}"
     _answer(as_json, {"run": str(found), **status}, [Line(text)])
     return 0
-
-
-def _plain(value: object) -> str:
-    """A value of a status for a person: text as it is, a table's rows each on a line, other things as JSON."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list | tuple) and value and all(isinstance(item, dict) for item in value):
-        rows = ("  ".join(f"{key} {_plain(entry)}" for key, entry in item.items()) for item in value)
-        return "".join(f"\n  {row}" for row in rows)
-    return msgspec.json.encode(value).decode()
 
 
 def _answer(as_json: bool, result: dict[str, Any], text: list[Line]) -> None:

@@ -21,7 +21,7 @@ from resilient_train.frameworks.torch.kept.batch_copy import RememberedBatch as 
 from resilient_train.frameworks.torch.kept.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.tensors.leaves import pack, unpack
 from resilient_train.frameworks.torch.tensors.shared_batch import share
-from resilient_train.frameworks.torch.worker_numbers import Batches, InWorker, Task, Told, with_numbers
+from resilient_train.frameworks.torch.worker_numbers import InWorker, Task, Told, hearing, with_numbers
 
 __all__ = [
     "fast_forward",
@@ -106,7 +106,7 @@ def iterate(loader: Any, told: Told, numbers: Mapping[int, bytes], *, anew: bool
     if anew and getattr(loader, "persistent_workers", False):
         loader._iterator = None
     if isinstance(loader, _Rest):
-        return Batches(iter(loader), told)
+        return hearing(iter(loader), told) if loader.num_workers else iter(loader)
     tells = _skips_by_index(loader) or _keeps_each_place(loader)
     return with_numbers(loader, told, numbers) if tells and loader.num_workers else iter(loader)
 
@@ -194,7 +194,7 @@ class _RestOfBatches:
     def __init__(self, batch_sampler: Any, batches: int, numbers: Mapping[int, bytes], workers: int) -> None:
         self._batch_sampler = batch_sampler
         self._batches = batches
-        self._numbers = numbers
+        self._numbers = numbers if workers else {}
         self._workers = workers
         self.iterator: _RestIterator | None = None
 

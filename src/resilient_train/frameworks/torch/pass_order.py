@@ -6,6 +6,7 @@ which it began, and another process that looks for its place in it must draw it 
 
 from __future__ import annotations
 
+import dis
 import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
@@ -23,6 +24,7 @@ from resilient_train.frameworks.torch.watching.reached import leads_to, walk
 from resilient_train.script_place import is_users
 
 _CONTAINERS = (list, dict, set, torch.Generator)  # of numbers alone, Python's collector does not know them
+_READS = ("LOAD_GLOBAL", "LOAD_NAME")
 _NEAR = 20_000
 """So many of the objects that a loader or a registered object leads to are looked at, the nearest first."""
 
@@ -134,10 +136,11 @@ def _read_by(function: FunctionType) -> Iterable[Any] | None:
     """Variables around it and of its file, which one of the user's may read: a sampler may take weights from there."""
     if not is_users(function.__code__.co_filename):
         return None
-    codes, names = [function.__code__], set[str]()
+    codes, names = [function.__code__], dict[str, None]()  # in an order that another process finds, too
     while codes:
         code = codes.pop()
-        names |= {*code.co_names}
+        # Not all of `co_names`: an attribute may be called as a variable of the file.
+        names |= dict.fromkeys(each.argval for each in dis.get_instructions(code) if each.opname in _READS)
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
     of_file = function.__globals__
     return [*(function.__closure__ or ()), *(of_file[name] for name in names if name in of_file)]

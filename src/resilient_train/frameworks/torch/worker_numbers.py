@@ -10,10 +10,13 @@ their turn itself), over a data set whose samples have numbers.
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,17 +26,19 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from resilient_train.frameworks.torch.kept.generators import host_random_state, restore_random_state
 from resilient_train.frameworks.torch.pass_order import read_too
-from resilient_train.frameworks.torch.watching.reached import walk
+from resilient_train.script_place import is_users
 
 Told = Callable[[int, bytes], None]
 """Called with a batch that is given: a worker, and what it draws from behind it; empty if it was to begin with what it
 does not have.
 """
 
-_NEAR, _LONG = 20_000, 1_000
+_NEAR, _LONG = 5_000, 1_000
 """So many of the objects that a data set leads to are looked at, the nearest first, and none in a longer container: a
 worker that only looks at an object copies the memory that it lies in.
 """
+_GENERATORS = 32
+"""With more than so many of its own, a worker tells nothing of these: each takes some kB with each batch."""
 
 
 class _Numbers(msgspec.Struct, array_like=True, frozen=True):
@@ -77,8 +82,8 @@ class InWorker:
         self._generators = _generators_of([data_set, self._collate])
         self._told = self._numbers()
         _here = self
-        if worker in self._numbers_of:
-            self.go_on(self._numbers_of[worker])
+        if numbers := self._numbers_of.get(worker):
+            self.go_on(numbers)
 
     def collate(self, samples: list[Any]) -> Any:
         """Takes the place of ``collate_fn``."""
@@ -99,11 +104,11 @@ class InWorker:
         self._missing = [kind for kind, _ in held.own] != [_kind(each) for each in self._generators]
         if not self._missing:
             for generator, (_, state) in zip(self._generators, held.own, strict=True):
-                _STATES[type(generator)][1](generator, state)
+                _STATES[_base(generator)][1](generator, state)
         self._told = self._numbers()
 
     def _numbers(self) -> bytes:
-        own = [(_kind(each), _STATES[type(each)][0](each)) for each in self._generators]
+        own = [(_kind(each), _STATES[_base(each)][0](each)) for each in self._generators]
         return msgspec.msgpack.encode(_Numbers(host_random_state(), own))
 
 
@@ -139,43 +144,82 @@ def with_numbers(loader: DataLoader[Any], told: Told, numbers: Mapping[int, byte
     collate, init = loader.collate_fn, loader.worker_init_fn
     loader.collate_fn, loader.worker_init_fn = in_worker.collate, in_worker.begin
     try:
-        return Batches(iter(loader), told)
+        iterator: Iterator[Any] = hearing(iter(loader), told)
     finally:
         loader.collate_fn, loader.worker_init_fn = collate, init
+    return iterator
 
 
-class Batches:
-    """A loader's, without what its workers have put around them."""
+def hearing(iterator: Any, told: Told) -> Any:
+    """Torch's own iterator, which gives batches without what workers have put around them, whoever asks: a loader that
+    keeps its workers gives the same iterator to the script.
 
-    def __init__(self, iterator: Iterator[Any], told: Told) -> None:
-        self._iterator = iterator
-        self._say = told
+    ``told`` must not lead to who holds the iterator. Python's collector takes such a cycle apart in any order, and
+    torch waits 5 s for each worker that could not be told any more that it is over.
+    """
+    kind: Any = type(iterator)
+    if not issubclass(kind, _Hears):
+        iterator.__class__ = _hearing(kind)
+    iterator.resilient_told = told
+    return iterator
 
-    def __iter__(self) -> Batches:
-        return self
 
-    def __next__(self) -> Any:
-        batch = next(self._iterator)
+class _Hears:
+    """In front of a class of torch's."""
+
+    resilient_told: Told
+
+    def _next_data(self) -> Any:
+        batch = super()._next_data()  # type: ignore[misc] # of torch's, which is the next class
         if type(batch) is not _Batch:
             return batch
-        self._say(batch.worker, batch.numbers)
+        self.resilient_told(batch.worker, batch.numbers)
         return batch.value
 
 
-def _generators_of(holders: list[Any]) -> list[Any]:
-    return [each for each in islice(walk(holders, _leads_to), _NEAR) if _can_tell(each)]
+@functools.cache
+def _hearing(kind: Any) -> type:
+    return type(kind.__name__, (_Hears, kind), {})
 
 
-def _leads_to(each: Any) -> Iterable[Any] | None:
-    if issubclass(type(each), (list, tuple, dict, set)) and len(each) > _LONG:
-        return ()
-    return () if type(each) in _STATES else read_too(each)
+def _generators_of(holders: Iterable[Any]) -> list[Any]:
+    """Those that these lead to, the nearest first, in an order that another process finds as well: so none in a set."""
+    todo, seen, found = deque(holders), set[int](), list[Any]()
+    while todo and len(seen) < _NEAR:
+        each = todo.popleft()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if _base(each) is not None:
+            found.append(each)
+        else:
+            todo += (one for one in _leads_to(each) if gc.is_tracked(one) or _base(one) is not None)
+    found = [each for each in found if not isinstance(each, torch.Generator) or each.device.type == "cpu"]
+    return found if len(found) <= _GENERATORS else []
 
 
-def _can_tell(each: Any) -> bool:
-    """Those of a device can't, in a process that is forked."""
+def _leads_to(each: Any) -> Iterable[Any]:
     kind = type(each)
-    return kind in _STATES and (kind is not torch.Generator or each.device.type == "cpu")
+    if issubclass(kind, (set, frozenset)):
+        return ()
+    for base in (list, tuple, dict):
+        if issubclass(kind, base) and base.__len__(each) > _LONG:
+            return ()
+    if issubclass(kind, ModuleType):
+        file = getattr(each, "__file__", None)
+        of_it = list(vars(each).values()) if file and is_users(file) else []
+        return [one for one in of_it if _base(one) is not None or type(one) is FunctionType]
+    return read_too(each) or ()
+
+
+@functools.cache
+def _base_of(kind: Any) -> type | None:
+    return next((base for base in _STATES if issubclass(kind, base)), None)
+
+
+def _base(each: Any) -> Any:
+    kind: Any = type(each)
+    return _base_of(kind)
 
 
 def _kind(generator: Any) -> str:
@@ -205,8 +249,8 @@ _STATES: dict[type, tuple[Callable[[Any], bytes], Callable[[Any, bytes], object]
         lambda each, state: each.set_state(json.loads(state)),
     ),
     random.Random: (
-        lambda each: _as_json(each.getstate()),
-        lambda each, state: each.setstate(_of_python(state)),
+        lambda each: _as_json(random.Random.getstate(each)),
+        lambda each, state: random.Random.setstate(each, _of_python(state)),
     ),
 }
-"""How each kind says its state, and takes one up."""
+"""How each kind says its state, and takes one up. What a class of the script's has made of that is not asked."""

@@ -48,7 +48,8 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
     elif kind == "save_last" and not detail["exact"]:
         yield (
             "no survivor stands at the start of an update: what stands behind the update was cut or has failed, and is "
-            "saved as one rank has it; collectives that it called there without the others gave it its own values"
+            "saved as one rank has it; collectives that it called there without the others gave it its own values, and "
+            "what its script says or raises from here on comes of that"
         )
     elif kind == "message_carried":
         yield detail["told"]

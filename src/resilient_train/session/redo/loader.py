@@ -93,7 +93,7 @@ class Cursor:
                 "a batch ahead: leave loader= out, loop over it yourself, and give the bodies to session.call "
                 "(docs/how-to/trainers.md)"
             )
-        if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+        if getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
             raise ConfigError(
                 f"loader is a {type(loader).__qualname__} with in_order=False: it gives batches as its workers are "
                 "ready, so no process finds its place in it; leave in_order out"
@@ -103,7 +103,9 @@ class Cursor:
         """What a pass is begun with: the loader, or one that stands for it, whose workers are kept."""
         self._stale = False
         """Workers that it has have drawn for batches that are to be drawn once more."""
-        self._numbers = WorkerNumbers()
+        workers = getattr(loader, "num_workers", 0)
+        self._workers = workers if type(workers) is int else 0
+        self._numbers = WorkerNumbers(self._workers)
         self._data = data
         self._stateful = callable(getattr(loader, "state_dict", None)) and callable(
             getattr(loader, "load_state_dict", None)
@@ -147,7 +149,7 @@ class Cursor:
             self._begin_epoch()
         assert self._iterator is not None
         drawn_from = self._data.random_state() if self._looks else b""
-        self._numbers.drawn()
+        self._numbers.draw()
         try:
             value = next(self._iterator)
         except StopIteration:
@@ -164,6 +166,7 @@ class Cursor:
         self._index += 1
         if self._looks:  # now: a body may write into it
             self._last = self._data.look(value)
+            self._numbers.drawn(self._last)
             self.begun = self._last if self._index == 1 else b""
             if self.begun:
                 self.strayed = self.strayed or self._expected not in (b"", self.begun)
@@ -287,25 +290,28 @@ class Cursor:
         return self.looks and not self._stateful
 
     def _go_on(self) -> Iterator[Any]:
-        """From the position; the batch before it is drawn once more where it is known, and says whether this is it.
+        """From the position; the batch before it is drawn once more where it is known, and says whether this is it. Of
+        workers, one of each: all of them begin with the same generators, and only those that have drawn with each since
+        are others.
 
         It is drawn from the random numbers from which it was drawn: another augmentation is no other place. What the
         rank's own generators had then nobody knows, so a batch that is drawn from them says nothing; nor does one that
         is made of what bodies may have changed since.
         """
-        again = 1 if self._last else 0
-        if again:
-            self._numbers.undraw()
-        place = self._index - again, self._skipped
+        looks = (self._numbers.undraw() or [self._last]) if self._last else []
+        place = self._index - len(looks), self._skipped
         iterator = self._data.fast_forward(self.loader, *place, self._begin, self._numbers.behind())
-        if again:
-            if self._drawn_from:
+        says = self._order is None or not self._order.in_samples(self.loader)
+        for number, look in enumerate(looks, 1):
+            if number == len(looks) and self._drawn_from:
                 self._data.restore_random_state(self._drawn_from)
             before = self._own_now()
+            self._numbers.draw()
             batch = next(iterator, NO_BATCH)
-            other = self._data.look(batch) != self._last and before == self._own_now()
-            made_anew = self._order is not None and self._order.in_samples(self.loader)
-            self.strayed = self._numbers.are_missing() or batch is NO_BATCH or (other and not made_anew)
+            self._numbers.drawn(look)
+            other = look and self._data.look(batch) != look and before == self._own_now()
+            self.strayed = self.strayed or batch is NO_BATCH or bool(other and says)
+        self.strayed = self._numbers.are_missing() or self.strayed
         return iterator
 
     def _entries(self) -> dict[str, bytes]:
@@ -320,8 +326,9 @@ class Cursor:
         self._epoch_generators = self._states()
         self._before, self._drawn_by, self._packed, self._goes_on = self._entries(), {}, None, False
         self._reused = self._reuses()
+        self._numbers.begin_pass()
         if self._data.workers(self._source) is Workers.MADE_ANEW:
-            self._numbers = WorkerNumbers()
+            self._numbers = WorkerNumbers(self._workers)
         elif not self._reused:
             led_to = self._order.led_to(self.loader) if self._order is not None else ()
             read = {name: each for name, each in self._before.items() if name in led_to}

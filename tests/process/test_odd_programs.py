@@ -117,6 +117,19 @@ def test_a_wrapper_that_is_not_registered_is_refused(tmp_path: Path) -> None:
     assert "register the wrapper, Session(model=ddp)" in run.err
 
 
+def test_shapes_that_change_are_compiled_otherwise(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    """Another kernel works on the same batch, which says so; and a fault hits between the parts that are compiled."""
+    plan = "kill rank=1 step=4 phase=COMPUTE at=forward"
+    reference = undisturbed_of("compiled.py", "layers+sizes", ranks=2)
+    run = launch(tmp_path / "run", "compiled.py", "layers+sizes", ranks=2, flags=("--faults", plan))
+    assert run.code == 0, run.explain()
+    assert len(run.of("injected")) == run.recoveries() == 1, run.explain()
+    assert not reference.of("compiled_otherwise")
+    assert {told["rank"] for told in run.of("compiled_otherwise")} == {0, 1}, run.explain()
+    assert "time_ns" not in run.err, "a hook of ours was compiled"
+    assert run.digests() == reference.digests(), "eager kernels are the same for all sizes"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["outer+update", *long(("outer", "inner", "step", "update"))])
 def test_compiled(tmp_path: Path, undisturbed_of: Undisturbed, how: str) -> None:

@@ -665,6 +665,12 @@ class RankState(Protocol):
         """Takes up of another rank's what any rank may have: its buffers."""
         ...
 
+    def compiled_for_shapes(self) -> str:
+        """Where code stands that was compiled by the order in which shapes came, since this was asked first; empty:
+        none. In each step.
+        """
+        ...
+
 
 class PassOrder(Protocol):
     """What of the user's objects a loader may draw from: each of ``rank_state``, which it may move on as well, and of

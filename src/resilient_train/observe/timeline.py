@@ -186,7 +186,14 @@ def _nan_seen(event: Event) -> NanSeen:
 
 
 _ENDS_ITSELF = ("device_failed", "worker_lost", "unbound_name", "body_lost", "state_lost")
-_OTHERWISE = ("tail_input_missing", "tail_added_otherwise", "other_data", "other_loop", "hooks_lost")
+_OTHERWISE = (
+    "tail_input_missing",
+    "tail_added_otherwise",
+    "other_data",
+    "other_loop",
+    "hooks_lost",
+    "compiled_otherwise",
+)
 _OTHERWISE_WITH = {"tail_lost": "names", "verified": "everywhere"}
 """Those that say so where this stands in them."""
 

@@ -117,6 +117,8 @@ class Driver:
     _unlike = False
     """A body has changed registered state where nobody saw it: nothing is to be saved of that."""
     _told_beside = False
+    _begun_anew = False
+    """A process has taken another one's place, or goes on from what was saved: what is compiled may differ."""
     _recovered = False
     """A process has taken another one's place, or goes on from what was saved, or a step runs again."""
     _answer: Any = None
@@ -355,6 +357,7 @@ class Driver:
             except StateError as error:
                 self._link.channel.send(m.Refused(str(error)))
                 raise
+            self._begun_anew = source is not None
             self._recovered |= source is not None  # what a loop keeps beside the Session begins anew as well
             self.saving.begin_at(commits)
             self._comparison.begin_at(commits)
@@ -682,6 +685,9 @@ class Driver:
         commits = rank.commits + ahead
         headed = self.calling and self._head.is_in_state(commits)
         self._publication.publish(commits, rank.number + ahead, called, ahead=ahead, headed=headed)
+        if self._begun_anew and self._publication.compiled:
+            self._begun_anew = False
+            self._notices.compiled_otherwise(self._publication.compiled)
 
     def _arrive(self, _: do.Arrive) -> None:
         self._peers.arrive(self._rank.standing, self._number)
@@ -1045,6 +1051,7 @@ class Driver:
         generation = effect.plan.generation
         replaced = bool(effect.plan.replaced)
         self._recovered |= replaced
+        self._begun_anew |= replaced
         built = build_groups(self._link, self._engine.groups, generation, replaced=replaced)
         if built is None:
             return on.Stopped()

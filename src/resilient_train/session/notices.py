@@ -128,6 +128,16 @@ class Notices:
             "(docs/how-to/loops.md)"
         )
 
+    def compiled_otherwise(self, place: str) -> None:
+        """A process has begun anew, and code was, or is, compiled by the order in which shapes came."""
+        self.event("compiled_otherwise", {"place": place})
+        self.say_of_rank(
+            f"torch.compile has compiled code for shapes as they came ({place}), and a new process meets them in "
+            "another order: other kernels, so the bits may not be those of the undisturbed run; "
+            "torch.compile(dynamic=True), or go through all shapes before the loop (docs/how-to/loops.md, Code that is "
+            "compiled)"
+        )
+
     def other_batch(self, following: int, epoch: int, taken: int) -> None:
         """The loader was brought to where step ``following`` begins, and is not there: ``taken`` of its pass."""
         self.event("other_data", {"next": following, "epoch": epoch, "batch": taken - 1})

@@ -50,6 +50,8 @@ class Published(msgspec.Struct, array_like=True):
     """Of this rank's tails."""
     workers: bytes = b""
     """See ``loader.DataPosition``."""
+    compiled: str = ""
+    """See ``roles.RankState.compiled_for_shapes``; of this process or one before it."""
 
 
 def read(payload: bytes) -> Published:

@@ -136,16 +136,16 @@ class TorchDrill:
             (model, name, module)
             for model in self._objects.models
             for name, module in model.named_modules()
-            if not any(module.children())
+            if next(module.children(), None) is None  # a module may have a length, or refuse to say it
         ]
         trained = [each for each in leaves if any(parameter.requires_grad for parameter in each[2].parameters())]
         updated = self._updated()
         found = [each for each in trained if any(id(parameter) in updated for parameter in each[2].parameters())]
         found = found or trained or leaves
         model, name, leaf = found[len(found) // 2]
-        parts = name.split(".")[:-1] if name else []
-        around = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts), -1, -1)]
-        return [leaf, *(each for each in around if each is not leaf)]
+        parts = name.split(".") if name else []
+        inwards = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts))]
+        return _not_compiled([*inwards, leaf])[::-1]
 
     def _updated(self) -> set[int]:
         """The parameters of optimizers, by id. An average of weights, or a target network, is a model without."""
@@ -215,3 +215,15 @@ def _digests(name: str, tree: Any) -> dict[str, str]:
     names = names_of((name, *(path or ("tensor",))) for path in tensors)
     found = {full: tensor_digest(tensor) for full, tensor in zip(names, tensors.values(), strict=True)}
     return {name: xxhash.xxh3_64_hexdigest(payload), **found}
+
+
+def _not_compiled(inwards: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Without what lies in one that torch.compile compiles, which would compile hooks there, or refuse them
+    (``fullgraph=True``). Where it is the outermost that compiles itself (``model.compile()``), all the same.
+    """
+    for number, module in enumerate(inwards):
+        if hasattr(module, "_orig_mod"):  # torch.compile(module)
+            return inwards[: number + 1]
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            return inwards[:number] or inwards
+    return inwards

@@ -30,6 +30,7 @@ from resilient_train.frameworks.torch.tensors.leaves import (
     state_of,
     unpack,
 )
+from resilient_train.frameworks.torch.watching.compiled_shapes import CompiledShapes
 from resilient_train.state.tree import flatten
 
 _MEMORY = (torch.Tensor.data_ptr, "shape")
@@ -53,6 +54,10 @@ class TorchRankState:
         self._given = dict[str, _Given]()
         """What was broadcast in the newest tail; see ``WrittenInTail``."""
         self._in_tail = False
+        self._compiled = CompiledShapes()
+
+    def compiled_for_shapes(self) -> str:
+        return self._compiled.changing()
 
     def tail_begins(self) -> None:
         self._given.clear()

@@ -58,6 +58,8 @@ class Publication:
         """What the tail that this process takes up may have written, and is as it was before it; and ..."""
         self.given: tuple[str, ...] = ()
         """... what is as a replica has broadcast it there."""
+        self.compiled = ""
+        """See ``Published``."""
 
     def publish(
         self, commits: int, number: int, called: bytes = b"", *, ahead: bool = False, headed: bool = False
@@ -66,6 +68,7 @@ class Publication:
         ``ahead``: the update before is not applied yet. ``headed``: see ``Published``.
         """
         position = self._cursor.position()
+        self.compiled = self.compiled or self._rank_state.compiled_for_shapes()
         own, random = self._rank_state.packed(), self._data.random_state()
         numbers = random + self._cursor.told_states()
         if ahead:
@@ -78,7 +81,8 @@ class Publication:
             self._tails_seen.begins(commits, own)
         # Where tails draw, it counts that this one has not.
         tails = self._tails_seen.found
-        parts = commits, number, random, position, own, called, ahead and self._tails_draw, self.loops, tails
+        draws = ahead and self._tails_draw
+        parts = commits, number, random, position, own, called, draws, self.loops, tails, self.compiled
         if parts == self._newest:
             return
         payload = self._encoder.encode(
@@ -103,6 +107,7 @@ class Publication:
                 loops=self.loops,
                 tails=tails,
                 workers=position.workers,
+                compiled=self.compiled,
             )
         )
         self._link.peers.publish(commits, payload)
@@ -147,6 +152,7 @@ class Publication:
         seen = TailsWrite(tuple({*tail.seen.apart, *held.tails.apart}), held.tails.alone)
         lost = tail._replace(drawn=tail.drawn or held.tails_draw, seen=seen) if held.ahead else NOTHING_WRITTEN
         self._tails_draw = held.tails_draw
+        self.compiled = held.compiled
         self.missed_loops += max(0, held.loops - self.loops)
         self.loops = max(held.loops, self.loops)
         # Before the loader: its order, and its workers, may come of it.

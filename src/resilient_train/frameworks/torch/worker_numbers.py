@@ -194,8 +194,16 @@ def _generators_of(holders: Iterable[Any]) -> list[Any]:
             found.append(each)
         else:
             todo += (one for one in _leads_to(each) if gc.is_tracked(one) or _base(one) is not None)
-    found = [each for each in found if not isinstance(each, torch.Generator) or each.device.type == "cpu"]
+    found = [each for each in found if _can_tell(each)]
     return found if len(found) <= _GENERATORS else []
+
+
+def _can_tell(generator: Any) -> bool:
+    """Not one of a device, in a process that is forked; nor one of NumPy's over somebody's own source of bits."""
+    try:
+        return bool(_STATES[_base(generator)][0](generator))
+    except Exception:  # somebody's code; a batch that comes out otherwise is told
+        return False
 
 
 def _leads_to(each: Any) -> Iterable[Any]:
@@ -205,6 +213,8 @@ def _leads_to(each: Any) -> Iterable[Any]:
     for base in (list, tuple, dict):
         if issubclass(kind, base) and base.__len__(each) > _LONG:
             return ()
+    if issubclass(kind, np.ndarray) and each.size > _LONG:
+        return ()
     if issubclass(kind, ModuleType):
         file = getattr(each, "__file__", None)
         of_it = list(vars(each).values()) if file and is_users(file) else []

@@ -1,4 +1,5 @@
-"""A rank's newest collectives, written beside its Python stacks when the agent's hang watch asks for them.
+"""A rank's newest collectives, written beside its Python stacks when the agent's hang watch asks for them; and the
+stacks of other threads than the main one.
 
 The framework's recorder is asked under the GIL, and the file may lie on storage that is gone. So each answer is given
 by a thread of its own, for which nothing waits: a rank in which one hangs answers no more, and trains on.
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from resilient_train.observe.collectives import failure_of, file_of, report_of
 from resilient_train.observe.sinks import say_aside
+from resilient_train.observe.stacks import append_other_threads, stacks_file
 from resilient_train.session.agent_link import Link
 
 _CLOSE_S = 1.0
@@ -26,6 +28,7 @@ class CollectiveReport:
         self._peers = link.peers
         self._rank, self._incarnation = link.rank, link.incarnation
         self._path = file_of(folder, link.rank, link.incarnation)
+        self._stacks = stacks_file(folder.parent, link.rank, link.incarnation)
         self._recorded = recorded
         self._asked = self._peers.report_asked
         self._thread: threading.Thread | None = None
@@ -48,6 +51,7 @@ class CollectiveReport:
 
     def _answer(self, asked: int) -> None:
         try:
+            append_other_threads(self._stacks)
             self._write(self._content())
         except OSError as error:
             say_aside(f"rank {self._rank} can't write its newest collectives: {error}")

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from resilient_train.interrupt import STACKS_SIGNAL
@@ -52,8 +53,8 @@ def _others() -> Iterator[str]:
         if ident in (threading.get_ident(), threading.main_thread().ident):
             continue
         yield f"Thread {names.get(ident, hex(ident))} (most recent call first):\n"
-        at = frame
+        at: FrameType | None = frame
         while at is not None:
             yield f'  File "{at.f_code.co_filename}", line {at.f_lineno} in {at.f_code.co_name}\n'
-            at = at.f_back  # type: ignore[assignment] # None behind the last
+            at = at.f_back
         yield "\n"

@@ -260,13 +260,19 @@ void test_without_threads() {
     const Bytes source = random_bytes(3'000'000, 4);
     const Image image(source.size());
     Copier copier(2, 0);
-    copier.start({image.memory,
-                  source.size(),
-                  {{reinterpret_cast<std::uintptr_t>(source.data()), source.size(), 0}},
-                  Direction::gather,
-                  true});
+    const CopyJob job{image.memory,
+                      source.size(),
+                      {{reinterpret_cast<std::uintptr_t>(source.data()), source.size(), 0}},
+                      Direction::gather,
+                      true};
+    copier.start(job);
     if (!copier.done() || !copier.wait(0)) ::_exit(3);  // it was over when start() returned: there was no thread
-    ::_exit(std::memcmp(image.memory, source.data(), source.size()) == 0 && copier.digests().size() > 0 ? 0 : 4);
+    const bool same = std::memcmp(image.memory, source.data(), source.size()) == 0 && copier.digests().size() > 0;
+    if (::setrlimit(RLIMIT_NPROC, &limit) != 0) ::_exit(5);
+    std::memset(image.memory, 0, source.size());
+    copier.start(job);
+    finish(copier);
+    ::_exit(same && std::memcmp(image.memory, source.data(), source.size()) == 0 ? 0 : 4);
   }
   int status = -1;
   CHECK(::waitpid(child, &status, 0) == child);

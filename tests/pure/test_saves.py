@@ -392,6 +392,25 @@ def test_an_earlier_run_that_had_saved_is_told_of(tmp_path: Path) -> None:
     assert line.endswith("where an earlier run had saved step 80: all ranks begin anew")
 
 
+def test_where_nothing_is_whole_each_is_written_down_and_the_end_says_it(tmp_path: Path) -> None:
+    noted: list[str] = []
+    said: list[str] = []
+    each = Saves(
+        tmp_path,
+        2,
+        2,
+        lambda kind, *, detail, **_: noted.append(f"{kind} {Path(detail['path']).name}"),
+        said.append,
+        lambda _: None,
+        asyncio.create_task,
+    )
+    for step in (4, 8):
+        (tmp_path / CHECKPOINTS / f"step_{step}").mkdir(parents=True)
+    assert choose(each).startswith("none of the 2 checkpoints")
+    assert sorted(noted) == ["checkpoint_skipped step_4", "checkpoint_skipped step_8"]
+    assert not said
+
+
 def test_what_is_passed_over_is_told_once(tmp_path: Path) -> None:
     said: list[str] = []
     each = Saves(tmp_path, 2, 2, lambda *_, **__: None, said.append, lambda _: None, asyncio.create_task)

@@ -135,7 +135,7 @@ PLACES = [0, 1, 2, 4, 7, 8, 13]
 @pytest.mark.parametrize("kept", [False, True], ids=["made anew", "kept"])
 @pytest.mark.parametrize("kind", [Everywhere, Own, ByWorker, Many, Seldom, Mixed])
 def test_going_on_elsewhere(kind: type[Dataset[Any]], kept: bool) -> None:
-    """From place of the first two passes; and from there once more, in a third process."""
+    """From places of the first two passes; and from there once more, in a third process."""
     first = cursor(kind, persistent_workers=kept)
     places = []
     for _ in range(2 * PASS + 1):

@@ -66,9 +66,13 @@ def history_of(run_dir: Path, running: LatestStep | None = None) -> History:
 
 def events_of(run_dir: Path) -> list[list[Event]]:
     """Of each run in a directory, the oldest first. Raises OSError."""
+    return [read_events(path) for path in (*of_earlier_runs(run_dir), run_dir / EVENTS_FILE) if path.exists()]
+
+
+def of_earlier_runs(run_dir: Path) -> list[Path]:
+    """Files of events that were set aside, the oldest first."""
     older = [path for path in run_dir.glob("events-*.jsonl") if path.stem.removeprefix("events-").isdecimal()]
-    older.sort(key=lambda path: int(path.stem.removeprefix("events-")))
-    return [read_events(path) for path in (*older, run_dir / EVENTS_FILE) if path.exists()]
+    return sorted(older, key=lambda path: int(path.stem.removeprefix("events-")))
 
 
 def read_history(runs: Sequence[Sequence[Event]], running: LatestStep | None = None) -> History:

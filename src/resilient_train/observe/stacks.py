@@ -43,7 +43,7 @@ def append_other_threads(path: Path) -> None:
     text = "".join(_others())
     if text:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(open_to_append(path), "a") as file:
+        with os.fdopen(open_to_append(path), "a", errors="backslashreplace") as file:  # names of files may be no text
             file.write(text)
 
 

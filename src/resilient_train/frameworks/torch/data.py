@@ -201,7 +201,7 @@ class _RestOfBatches:
     @property
     def first_worker(self) -> int:
         """The one that the first batch of these would come from if none were left out."""
-        return self._batches % self._workers
+        return self._batches % max(1, self._workers)
 
     def whole(self) -> None:
         """From now on, all of them. A worker that has had no turn yet still goes on from its numbers."""
@@ -209,7 +209,7 @@ class _RestOfBatches:
 
     def __iter__(self) -> _RestIterator:
         turns = itertools.cycle(range(self._workers))
-        _consume(turns, self._batches % max(1, self._workers))
+        _consume(turns, self.first_worker)
         self.iterator = _RestIterator(iter(self._batch_sampler), self._batches, turns, {**self._numbers})
         return self.iterator
 

@@ -37,12 +37,13 @@ class SaveTroubles:
             self._kinds.add(kind)
             self._say(f"{subject}: {_TOLD[kind]}: {reason}. Training goes on")
 
-    def pass_over(self, path: str, reason: str) -> None:
-        """What lies there is not gone on from, but something else. Told once for each path."""
+    def pass_over(self, path: str, reason: str, *, ends: bool) -> None:
+        """What lies there is not gone on from. Written down once for each path. ``ends``: see ``tell``."""
         if path not in self._passed_over:
             self._passed_over.add(path)
             self._note("checkpoint_skipped", detail={"path": path, "reason": reason})
-            self._say(f"{path} is passed over: {reason}")
+            if not ends:
+                self._say(f"{path} is passed over: {reason}")
 
     def written(self, step: int) -> None:
         """A checkpoint was, so saving is well again."""

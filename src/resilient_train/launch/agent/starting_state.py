@@ -17,6 +17,8 @@ from resilient_train.launch.agent.held_snapshots import HeldSnapshots
 from resilient_train.launch.agent.save_troubles import SaveTroubles, Teller
 from resilient_train.launch.agent.stored_checkpoints import Stored, find_stored
 from resilient_train.launch.agent.trusted_states import TrustedStates
+from resilient_train.observe.fields import number_of
+from resilient_train.observe.history import of_earlier_runs
 from resilient_train.observe.sinks import read_events
 from resilient_train.protocol.messages import Source
 from resilient_train.state.vault.holder import GRACE_S
@@ -142,10 +144,9 @@ class StartingState:
         if stored.untidy:
             self._troubles.tell("retention_failed", None, stored.untidy)
         self.source = seen.newest
-        if self.source is not None:
-            for path, reason in ((str(self._folder), stored.unreadable), ("memory", silent), *stored.skipped):
-                if reason:
-                    self._troubles.pass_over(path, reason)
+        for path, reason in ((str(self._folder), stored.unreadable), ("memory", silent), *stored.skipped):
+            if reason:
+                self._troubles.pass_over(path, reason, ends=self.source is None)
         self._states.begun_with(self.source, stored.steps)
         self._snapshots.begin_from(max(self._states.newest, 0))
         if self.source is not None:
@@ -190,12 +191,11 @@ class StartingState:
 
     def _saved_by_earlier_run(self) -> int | None:
         """The last step that the run before in this directory had saved, as far as its events say."""
-        earlier = self._folder.parent.glob("events-*.jsonl")
-        with contextlib.suppress(OSError, ValueError):
-            newest = max(earlier, key=lambda path: path.stat().st_mtime_ns, default=None)
-            saved = [event for event in read_events(newest) if event.kind == "saved"] if newest else []
-            return int(str(saved[-1].detail["step"])) if saved else None
-        return None
+        saved: list[int | None] = []
+        with contextlib.suppress(OSError):  # then they say nothing
+            for newest in of_earlier_runs(self._folder.parent)[-1:]:
+                saved = [number_of(event, "step") for event in read_events(newest) if event.kind == "saved"]
+        return saved[-1] if saved else None
 
     async def left(self) -> str:
         """What a job that is started again in this run directory would go on from, for people; empty if nothing is seen

@@ -161,10 +161,10 @@ _TENSORS = ("_parameters", "_buffers")
 _OTHERWISE = (*_TENSORS, MODULES, "training")
 """Of a torch module, what is looked at otherwise, or by others."""
 _MODULE_OF_TORCH = ("torch.nn.modules.module", "Module")
-_ON_TENSORS = ("_is_param", "_dynamo_")
-"""What torch itself hangs on parameters begins so: on one that is a DTensor (a gathered one that stands in its place
-meanwhile has none); by torch.compile.
-"""
+_IS_PARAMETER = "_is_param"
+"""torch's own, on a parameter that is a DTensor; a gathered one that stands in its place meanwhile has none."""
+_OF_DYNAMO = "_dynamo_"
+"""What torch.compile hangs on parameters begins so."""
 _OF_TENSORS = ("Tensor", "Parameter", "Buffer")
 _OF_OPTIMIZERS = ("param_groups", "state")
 _NOT_STATE = (*FUNCTIONS, *PROPERTIES, staticmethod, classmethod, MemberDescriptorType)
@@ -454,13 +454,18 @@ def _of_function(function: FunctionType) -> Iterator[HeldPart]:
     yield from _attributes(where, function, function.__dict__.items())
 
 
+def _is_torchs(attribute: str) -> bool:
+    """Of one of a tensor."""
+    return attribute == _IS_PARAMETER or attribute.startswith(_OF_DYNAMO)
+
+
 def _of_module(name: str, module: Any) -> Iterator[HeldPart]:
     """Of its parameters and buffers only what hangs on them: what they hold is for others to see."""
     own = attributes_of(module)
     for tensors in (own.get(each) for each in _TENSORS):
         for key, tensor in [*tensors.items()] if type(tensors) is dict else ():
             if tensor is not None:
-                hung_on = ((at, each) for at, each in attributes_of(tensor).items() if not at.startswith(_ON_TENSORS))
+                hung_on = ((at, each) for at, each in attributes_of(tensor).items() if not _is_torchs(at))
                 yield from _attributes(f"{name}.{key}", tensor, hung_on)
     yield from _attributes(name, module, parts_of(module).items())
     for called in hooks_of(module):

@@ -93,7 +93,8 @@ class Cursor:
                 "a batch ahead: leave loader= out, loop over it yourself, and give the bodies to session.call "
                 "(docs/how-to/trainers.md)"
             )
-        if getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
+        workers = getattr(loader, "num_workers", 0)
+        if workers and getattr(loader, "in_order", True) is False:
             raise ConfigError(
                 f"loader is a {type(loader).__qualname__} with in_order=False: it gives batches as its workers are "
                 "ready, so no process finds its place in it; leave in_order out"
@@ -103,9 +104,7 @@ class Cursor:
         """What a pass is begun with: the loader, or one that stands for it, whose workers are kept."""
         self._stale = False
         """Workers that it has have drawn for batches that are to be drawn once more."""
-        workers = getattr(loader, "num_workers", 0)
-        self._workers = workers if type(workers) is int else 0
-        self._numbers = WorkerNumbers(self._workers)
+        self._numbers = WorkerNumbers(workers if type(workers) is int else 0)
         self._data = data
         self._stateful = callable(getattr(loader, "state_dict", None)) and callable(
             getattr(loader, "load_state_dict", None)
@@ -326,10 +325,9 @@ class Cursor:
         self._epoch_generators = self._states()
         self._before, self._drawn_by, self._packed, self._goes_on = self._entries(), {}, None, False
         self._reused = self._reuses()
-        self._numbers.begin_pass()
-        if self._data.workers(self._source) is Workers.MADE_ANEW:
-            self._numbers = WorkerNumbers(self._workers)
-        elif not self._reused:
+        anew = self._data.workers(self._source) is Workers.MADE_ANEW
+        self._numbers.begin_pass(anew=anew)
+        if not anew and not self._reused:
             led_to = self._order.led_to(self.loader) if self._order is not None else ()
             read = {name: each for name, each in self._before.items() if name in led_to}
             self._forked = MadeWorkers(self._epoch, read, self._epoch_random, self._epoch_generators)

@@ -40,8 +40,11 @@ class WorkerNumbers:
         self._packed: bytes | None = b""
         self._missing = False
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, *, anew: bool) -> None:
+        """``anew``: with new workers."""
         self._recent.clear()
+        if anew:
+            self._behind.clear()
         self._packed = None
 
     def draw(self) -> None:
@@ -76,7 +79,7 @@ class WorkerNumbers:
                 self._behind[each.worker] = each.numbers
         self._behind = {worker: held for worker, held in self._behind.items() if held}
         looks = [each.look for each in self._recent]
-        self.begin_pass()
+        self.begin_pass(anew=False)
         return looks
 
     def packed(self) -> bytes:

@@ -70,15 +70,17 @@ def test_what_the_tail_writes_into_modules(tmp_path: Path, undisturbed_of: Undis
 def test_what_tails_are_seen_to_write_apart_is_named(tmp_path: Path) -> None:
     """Rank 0 and what it alone writes, or has otherwise behind its tails: the same in front of this one, it was taken
     from the replica, and all ranks trained on with that. Also where the source is a new process, and right behind the
-    step that has made one of them equal.
+    step that has made one of them equal. Not where the lost rank's tail has written nothing, and it had begun the next
+    step.
     """
     plan = (
         "kill rank=0 step=4 phase=APPLIED at=end; kill rank=1 step=6 phase=COMPUTE at=backward; "
-        "kill rank=0 step=8 phase=UPDATING at=end incarnation=1"
+        "kill rank=0 step=8 phase=UPDATING at=end incarnation=1; "
+        "kill rank=0 step=12 phase=COMPUTE at=forward incarnation=2"
     )
-    run = launch(tmp_path / "run", "behind.py", "apart", "11", ranks=2, flags=("--faults", plan))
+    run = launch(tmp_path / "run", "behind.py", "apart", "14", ranks=2, flags=("--faults", plan))
     assert run.code == 0, run.explain()
-    assert run.recoveries() == 3, run.explain()
+    assert run.recoveries() == 4, run.explain()
     apart = [f"0.module.1.{name}" for name in ("last", "mean", "peak")]
     told = [(event["rank"], event["detail"]["names"]) for event in run.of("tail_lost")]
     assert told == [(0, apart), (0, apart)], run.explain()

@@ -33,7 +33,7 @@ from resilient_train.launch.cli.mindspore_environ import RANK_TABLE, look
 from resilient_train.launch.cli.mindspore_view import differs
 from resilient_train.launch.exit_codes import EXIT_BUG, EXIT_WRONG_INPUT
 from resilient_train.launch.fork import kept_code
-from resilient_train.launch.fork.imports import target_of, uses
+from resilient_train.launch.fork.imports import target_of, uncollected, uses
 from resilient_train.launch.fork.zygote import Born, Root, start_root
 from resilient_train.launch.spec import JobSpec
 from resilient_train.observe.closing_line import missed, summary
@@ -47,7 +47,8 @@ _LAST_PORT = 65_535
 def _check_torch() -> None:
     """Raises ConfigError unless there is a torch that recoveries work with."""
     try:
-        import torch
+        with uncollected():
+            import torch
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         raise ConfigError(torch_problem(None) if missing else f"torch can't be imported: {error}") from None

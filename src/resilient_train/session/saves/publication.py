@@ -7,7 +7,15 @@ from typing import Any
 
 import msgspec
 
-from resilient_train.frameworks.roles import GIVEN_HERE, NOTHING_WRITTEN, Data, RankState, TailsWrite, WrittenInTail
+from resilient_train.frameworks.roles import (
+    GIVEN_HERE,
+    NOTHING_OF_ITS_OWN,
+    NOTHING_WRITTEN,
+    Data,
+    RankState,
+    TailsWrite,
+    WrittenInTail,
+)
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session.agent_link import Link
 from resilient_train.session.publication_format import Published, read
@@ -79,9 +87,9 @@ class Publication:
             self._begun = commits, numbers, own
             self._tails_draw |= self._before_tail.get(commits, (own, numbers))[1] != numbers
             self._tails_seen.begins(commits, own)
-        # Where tails draw, it counts that this one has not.
+        # Where tails have written what is told of a lost one, it counts that this one has not.
         tails = self._tails_seen.found
-        draws = ahead and self._tails_draw
+        draws = ahead and (self._tails_draw or tails != NOTHING_OF_ITS_OWN)
         parts = commits, number, random, position, own, called, draws, self.loops, tails, self.compiled
         if parts == self._newest:
             return

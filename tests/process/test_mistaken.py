@@ -85,6 +85,7 @@ def test_a_mean_of_each_ranks_own_that_is_said_to_be_alike_is_told_once(tmp_path
     (told,) = run.of("state_differs")
     assert told["detail"] == {"name": "state['own']", "commits": 1, "ranks": [[0], [1], [2]]}
     assert run.err.count("state['own'] is not the same on ranks [0] and [1] and [2], but a replaced rank gets") == 1
+    assert "results may differ from an undisturbed run's (state_differs: see above)" in run.err
 
 
 def test_a_module_that_stands_in_anothers_place_is_told_when_a_new_process_has_it_not(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import heapq
 import importlib
 import itertools
 import linecache
+import math
 import random
 import sys
 import textwrap
@@ -1110,12 +1111,28 @@ def test_of_many_some_are_told() -> None:
     assert "keeps a, b from" in LoopCarried(("a", "b"), "x").told()
 
 
+def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank stands still as it reads, and all others may wait for it."""
+    tally = {"steps": 0}
+
+    def count() -> None:
+        tally["steps"] += 1
+
+    def body() -> None:
+        count()
+
+    assert body_carried(body, ()) is not None
+    monkeypatch.setattr(static_lookup, "_FOR_S", 0.0)
+    assert body_carried(body, ()) is None
+
+
 @pytest.mark.parametrize(
     "module",
     ["argparse", "ast", "collections", "dataclasses", "json.decoder", "logging", "tarfile", "typing"],
 )
 def test_any_text_is_read(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the standard library were the user's."""
+    monkeypatch.setattr(static_lookup, "_FOR_S", math.inf)
     texts = Texts()
     monkeypatch.setattr(loop_carried_module, "Texts", lambda: texts)
     monkeypatch.setattr(script_place, "is_users", lambda _: True)

@@ -203,6 +203,19 @@ def _is_otherwise(event: Event) -> bool:
     return event.kind in _OTHERWISE or (told is not None and bool(event.detail.get(told)))
 
 
+def _otherwise(ordered: Sequence[Event]) -> tuple[str, ...]:
+    """A process that takes a rank's place has what another rank had, where all were to have the same and had not."""
+    replaced = {event.rank for event in ordered if event.kind == "spawned" and event.detail.get("joining") is True}
+    return tuple(
+        dict.fromkeys(
+            event.kind
+            for event in ordered
+            if _is_otherwise(event)
+            or (event.kind == "state_differs" and any(replaced & {*group} for group in groups_of(event, "ranks")))
+        )
+    )
+
+
 def _all_left_well(ordered: Sequence[Event]) -> bool:
     """Where no Session says that it is over: each rank's newest process has ended with 0."""
     newest: dict[int, bool] = {}
@@ -236,7 +249,7 @@ def read_run(events: Iterable[Event]) -> Run:
         digests={event.rank: text for event in sessions if (text := text_of(event, "params_digest"))},
         rank_digests={event.rank: text for event in sessions if (text := text_of(event, "rank_digest"))},
         replicas=groups_of(begun[-1], "replicas") if begun else (),
-        otherwise=tuple(dict.fromkeys(event.kind for event in ordered if _is_otherwise(event))),
+        otherwise=_otherwise(ordered),
     )
 
 

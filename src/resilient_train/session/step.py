@@ -22,8 +22,9 @@ class StepListener(Protocol):
 class Step:
     """``number`` counts from 0 over the whole training; ``attempt`` is above 0 when the step runs again after a fault.
 
-    ``done`` becomes True when the body has run to its end and will not run again. Python cannot skip what stands behind
-    the ``with`` block in the loop, so after an interrupted attempt it runs as well: put ``if step.done:`` before it.
+    ``done`` becomes True when the body has run to its end. Python cannot skip what stands behind the ``with`` block in
+    the loop, so after an interrupted attempt it runs as well: put ``if step.done:`` before it. The body will not run
+    again if it has updated; where an update takes several steps, a fault before it has them all run once more.
     ``batch`` is what the Session's loader gave for this step (None without a loader), ``epoch`` the loader's pass.
     """
 

@@ -734,8 +734,9 @@ class Flow:
         """As if their texts stood here; ``node`` calls them, or it is not known how they are called."""
         for each in called:
             code = each.function.__code__
-            found = self._texts.function(code, each.function.__globals__)
-            if found is not None and code not in self._running and len(self._called) < _CALLS_MAX:
+            if code in self._running or len(self._called) >= _CALLS_MAX or not self._texts.in_time():
+                continue
+            if (found := self._texts.function(code, each.function.__globals__)) is not None:
                 self._run_function(each, found, node)
 
     def _run_function(self, called: CalledFunction, text: Function, node: ast.Call | None) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from types import EllipsisType, FrameType
 
 from resilient_train.session.reading.static_lookup import Texts
 
 Loop = ast.For | ast.AsyncFor | ast.While
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_NAMES = 2000
+"""Of one look at a text, which comes to most of them a hundred times."""
 
 
 def loops_at(frame: FrameType, texts: Texts) -> list[Loop]:
@@ -150,9 +153,10 @@ def entry_of(node: ast.AST, key: ast.AST) -> str:
     return base and f"{base}[{ast.unparse(key)}]"
 
 
-def split_name(name: str) -> list[str]:
+@lru_cache(_NAMES)
+def split_name(name: str) -> tuple[str, ...]:
     """``a.b['c'].d``: a, b, ['c'], d."""
-    return [each for each in re.split(r"\.(?![^\[]*\])|(?=\[)", name) if each]
+    return tuple(filter(None, re.split(r"\.(?![^\[]*\])|(?=\[)", name)))
 
 
 def is_all(part: ast.expr) -> bool:
@@ -168,11 +172,12 @@ def container_of(name: str) -> str:
     return name.partition("[")[0]
 
 
-def prefixes(name: str) -> list[str]:
+@lru_cache(_NAMES)
+def prefixes(name: str) -> tuple[str, ...]:
     """``a.b[0]``: a, a.b, a.b[0]."""
     found = ""
     every = []
     for part in split_name(name):
         found += part if not found or part.startswith("[") else f".{part}"
         every.append(found)
-    return every
+    return tuple(every)

@@ -64,7 +64,7 @@ class Scope:
     def key(self, name: str) -> Key:
         """By the object that holds it, so that two names of one variable have one."""
         first, *others = split_name(name)
-        known = self.path(name)[: len(others)]
+        known = self.path(name)[: len(others)] if others else []
         if not known:
             return self._holders.get(first, id(self.globals)), name
         return id(known[-1]), ".".join(others[len(known) - 1 :])

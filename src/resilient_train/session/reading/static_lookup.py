@@ -9,6 +9,7 @@ import ast
 import functools
 import io
 import linecache
+import time
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,8 @@ from resilient_train import script_place
 from resilient_train.session.step import Steps
 
 _TEXT_MAX = 300_000
+_FOR_S = 1.0
+"""Of the thread's time. A trainer that runs handlers of many kinds took 4.5 s."""
 UNKNOWN: Any = object()
 _DRAWS = ("Random", "Generator", "RandomState", "Queue", "SimpleQueue", "Connection")
 _OF_DRAWS = ("random", "numpy", "torch", "queue", "_queue", "multiprocessing", "asyncio", "_random")
@@ -270,11 +273,18 @@ def contents(cell: CellType) -> Any:
 
 
 class Texts:
-    """Trees of files, each parsed once."""
+    """Trees of files, each parsed once, for one look at the script's text: it ends in time, for its rank stands still
+    meanwhile, and all others may wait for it.
+    """
 
     def __init__(self) -> None:
+        self._until = time.thread_time() + _FOR_S
         self._trees: dict[str, ast.Module | None] = {}
         self._functions: dict[str, list[Function]] = {}
+
+    def in_time(self) -> bool:
+        """Whether further functions may be read."""
+        return time.thread_time() < self._until
 
     def tree(self, code: CodeType, names: Mapping[str, Any]) -> ast.Module | None:
         """Of the file of that code, whose globals are ``names``. None: there is none, or it is too long."""

@@ -39,7 +39,8 @@ def reshard(
     place = _place(cursor, data.strides(cursor.loader), first)
     base = _newcomer(rank_state, data, first) if own is None else own
     # As the script has made it, where the one of the old world says where it was.
-    loader = base.loader if own is not None and not cursor.keeps_place(own.loader) else cursor.position().own
+    is_known = own is not None and not cursor.keeps_place(own.loader)
+    loader = base.loader if is_known else cursor.own_of_newcomer(first.loader)
     there = {"epoch": place.epoch, "taken": place.taken, "skipped": place.skipped, "loader": loader}
     moved = msgspec.structs.replace(base, **there, called=b"", last=b"", drawn_from=b"", begun=b"", workers=b"")
     return msgspec.msgpack.encode(moved), place.found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from running import Reference, Run, launch, read_events, start
-from saved_jobs import RANKS, STEPS, command, wait_for
+from saved_jobs import RANKS, STEPS, command, kill_together, pid_of, wait_for, wait_for_step
 from watched_jobs import end_holder, gone, holder_pid, recorded, stop, wait
 
 from resilient_train.state.checkpoint.verify import verify
@@ -113,6 +113,48 @@ def test_one_loss_after_the_other(run_dir: Path, undisturbed: Reference) -> None
     assert restored(run_dir) == {"storage"}, run.explain()
     assert str(newest) in {event["detail"]["path"] for event in run.of("checkpoint_skipped")}
     assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
+
+
+def test_what_is_in_memory_alone_comes_to_storage(run_dir: Path, undisturbed: Reference) -> None:
+    """By the holder, which nobody comes to any more; and by a launcher that is asked to end when no rank is left."""
+    in_memory = ("--save-mode", '{"steps": 400, "memory_steps": 2}', "--pace", str(run_dir / "fast"))
+    with start(command(run_dir, *in_memory)) as process:
+        wait_for_step(run_dir, 7)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+    holding = holder_pid(run_dir)
+    os.kill(holding, signal.SIGTERM)  # it has no grace time then
+    wait(lambda: gone(holding), "the holder did not end")
+    first = saved_steps(run_dir)
+    assert len(first) == 1
+    assert first[0] >= 4
+    (run_dir / "events.jsonl").unlink()
+
+    with start(command(run_dir, *in_memory)) as process:
+        wait_for(run_dir, process, "started")
+        assert restored(run_dir) == {"storage"}
+        wait_for_step(run_dir, first[0] + 8)
+        kill_together(process, [pid_of(run_dir, rank) for rank in range(RANKS)])
+        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGCONT)
+        _, err = process.communicate(timeout=60)
+    later = saved_steps(run_dir)
+    assert process.returncode == 143, err
+    assert len(later) == 2, err
+    assert later[-1] > first[0] + 4, err
+    assert f"goes on from update {later[-1]} ({run_dir}/checkpoints/step_{later[-1]})" in err, err
+
+    run = go_on(run_dir)
+    assert run.code == 0, run.explain()
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()
+    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """All of which are whole."""
+    found = sorted((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    assert all(verify(path).ok for path in found), found
+    return [int(path.name.removeprefix("step_")) for path in found]
 
 
 def restored(run_dir: Path) -> set[str]:

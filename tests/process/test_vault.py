@@ -29,7 +29,7 @@ from resilient_train.state.vault.slots import SlotPair, image_digest
 IMAGE_BYTES = 300_000
 TIMEOUT_S = 20.0
 TIMEOUT_MS = 20_000
-WORKS = {name: f"vault_works:{name}" for name in ("digest", "wait", "fail")}
+WORKS = {name: f"vault_works:{name}" for name in ("digest", "wait", "fail", "write_down")}
 
 
 class Rig:
@@ -171,6 +171,28 @@ def test_all_ranks_and_the_agent_killed_at_once(rig: Rig) -> None:
         assert newest(vault, rank) == 6 + rank
         assert newest(vault, rank, commits=5) == 5
     assert newest(vault, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [("gone", "0: 5, 1: 5"), ("job over", ""), ("taken back", ""), ("another world", ""), ("not known", "")],
+)
+def test_the_last_work_is_done_where_nobody_comes(rig: Rig, end: str, told: str) -> None:
+    """On the newest snapshots that all ranks have of one update."""
+    vault, file = rig.start(), rig.run_dir / "told"
+    for rank in (0, 1):
+        with contextlib.closing(vault.reserve(rank, IMAGE_BYTES)) as pair:
+            for commits in (4, 5, 6)[: 3 - rank]:
+                assert take(pair, commits, world=2)
+    work = "unheard of" if end == "not known" else "write_down"
+    vault.leave(work, 3 if end == "another world" else 2, os.fsencode(file))
+    if end == "taken back":
+        vault.leave("", 2)
+    if end == "job over":
+        vault.finish()
+    vault.close()
+    rig.holders[0].wait(TIMEOUT_S)
+    assert (file.read_text() if file.exists() else "") == told
 
 
 def test_a_killed_holder_is_replaced_and_adopts_what_lives_in_others(rig: Rig) -> None:

@@ -226,6 +226,21 @@ def test_going_on_elsewhere(make: Any, done: int) -> None:
     assert len({repr(each.own and pickle.loads(each.own)) for each in ends}) == 1
 
 
+def test_a_loader_that_keeps_its_place_says_when_its_pass_is_over() -> None:
+    """A job of another size goes on with the next one then."""
+
+    class Long(Stateful):
+        def __len__(self) -> int:
+            return self.size
+
+    place = cursor(Long(3))
+    told = []
+    for _ in range(5):
+        take(place, 1)
+        told.append(place.is_over(place.position().own))
+    assert told == [False, False, True, False, False]
+
+
 @pytest.mark.parametrize("done", [2, 3, 7])
 def test_what_a_loader_counts_goes_back_in_its_process(done: int) -> None:
     """Also to before it had counted anything."""

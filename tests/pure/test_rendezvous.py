@@ -1,6 +1,7 @@
 """The store of a job, and whose descriptors it takes."""
 
 import contextlib
+import signal
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,20 @@ def test_it_serves_with_descriptors_of_its_own_or_without(shared: bool, monkeypa
     assert store.list_keys() == ["a"]
     ours = CLIENTS + 1
     assert _count(store.port) >= 2 * ours if shared else _count(store.port) == ours
+
+
+def test_its_threads_take_no_signal() -> None:
+    """What is written there to a descriptor of the event loop's goes elsewhere: a SIGTERM was lost."""
+    before = {each.name for each in Path("/proc/self/task").iterdir()}
+    make_store("127.0.0.1", 0)
+    blocked = [
+        int(next(row for row in (each / "status").read_text().splitlines() if row.startswith("SigBlk")).split()[1], 16)
+        for each in Path("/proc/self/task").iterdir()
+        if each.name not in before
+    ]
+    assert blocked
+    assert all(each >> (signal.SIGTERM - 1) & 1 for each in blocked)
+    assert not any(each >> (signal.SIGSEGV - 1) & 1 for each in blocked)
 
 
 def test_a_port_that_is_taken() -> None:

@@ -162,6 +162,9 @@ def test_loaders_that_nobody_can_divide() -> None:
     told, found = reshard(Own(), Data(), plain, stateful, stateful)
     assert (read(told).epoch, read(told).taken, read(told).loader) == (0, 0, b"")
     assert "begins again" in found["loader"]
+    at_its_end = published(plain, 0, 0, loader=Data.pack({"inner": {"at": 3}, "over": True, "generators": []}))
+    told, found = reshard(Own(), Data(), plain, at_its_end, at_its_end)
+    assert (read(told).epoch, read(told).taken, found["loader"]) == (1, 0, "an epoch began"), "none of it is used again"
 
 
 def test_the_strides_of_loaders() -> None:

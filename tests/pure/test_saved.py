@@ -80,6 +80,7 @@ def test_a_run_that_goes_on_from_an_earlier_one():
     assert f"began from storage, after 8 updates ({path})" in text
     assert "passed over: runs/1/checkpoints/step_9: a digest is wrong" in text
     assert saved_of(*events, ended(900, 10)).lost_at_end == 2
+    assert saved_of(*events, ended(900, 10), written(950, 9)).lost_at_end == 1, "from memory, in the end"
     assert saved_of(*events, ended(900, 8)).lost_at_end == 0
 
 

@@ -26,7 +26,7 @@ from resilient_train.launch.spec import CHECKPOINTS
 from resilient_train.observe.sinks import JsonLines
 from resilient_train.protocol.messages import Captured, Source, VaultOpened
 from resilient_train.state.vault import holder_search, slots
-from resilient_train.state.vault.client import socket_path
+from resilient_train.state.vault.client import lock_of, socket_path
 from resilient_train.state.vault.slots import SlotPair
 
 
@@ -390,6 +390,30 @@ def test_an_earlier_run_that_had_saved_is_told_of(tmp_path: Path) -> None:
         each.start.tell_source()
     (line,) = said
     assert line.endswith("where an earlier run had saved step 80: all ranks begin anew")
+
+
+@pytest.mark.parametrize("replicas", [{}, {"replicas": [[0, 2], [1, 3]]}])
+def test_an_earlier_run_that_had_kept_its_state_in_memory_alone_is_told_of(
+    tmp_path: Path, replicas: dict[str, Any]
+) -> None:
+    """Not where it has come to its end, nor where nothing was ever kept. Who was whose replica is still known."""
+    said: list[str] = []
+    each = Saves(tmp_path, 4, 2, lambda *_, **__: None, said.append, lambda _: None, asyncio.create_task)
+    for number, (kinds, held) in enumerate(
+        [(["started"], False), (["started", "finished"], True), (["started"], True)]
+    ):
+        earlier = JsonLines(tmp_path / f"events-{number + 1}.jsonl")
+        for kind in kinds:
+            earlier.write(now(kind, detail={"world_size": 4, **replicas}))
+        earlier.close()
+        os.utime(tmp_path / f"events-{number + 1}.jsonl", (number, number))
+        if held:
+            lock_of(socket_path(tmp_path)).touch()
+        assert not choose(each)
+        each.start.tell_source()
+        assert len(said) == (number == 2), said
+    assert "kept its state in memory alone, and that is gone" in said[0]
+    assert each.start.earlier_groups() == (((0, 2), (1, 3)) if replicas else ((0, 1, 2, 3),))
 
 
 def test_where_nothing_is_whole_each_is_written_down_and_the_end_says_it(tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ class Holder:
             raise VaultError(self.error)
         return value
 
+    def leave(self, *_: object) -> None:
+        pass
+
     def finish(self) -> None:
         self.finished = True
 

@@ -132,6 +132,8 @@ def _course(ordered: Sequence[Event]) -> tuple[Origin | None, tuple[WayBack, ...
                 origin = Origin(source, number_of(event, "commits"), path)
             case "saved":
                 stored = stored if reached is None else reached
+                if lost_at_end is not None:  # from memory, by who looks after it to the last
+                    lost_at_end = max(0, furthest - stored)
             case "restart_all":
                 # Before `started` the way back itself has failed, and another one is tried.
                 cut, trained, origin = event if trained else cut, False, None

@@ -575,7 +575,7 @@ class Agent:
                         assert isinstance(window, int)
                         self._saves.states.agreed(commits, window)
                     if kind == "replicas_differ":
-                        self._saves.states.doubt()
+                        self._saves.doubt()
                     if kind == "late_anomaly" and detail["goes_back"]:
                         assert isinstance(detail["step"], int)
                         self._saves.distrust(detail["step"])

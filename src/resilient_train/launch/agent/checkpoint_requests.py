@@ -30,7 +30,7 @@ from resilient_train.launch.agent.trusted_states import TrustedStates
 from resilient_train.protocol.messages import Captured
 from resilient_train.state.checkpoint.libraries import libraries_here
 from resilient_train.state.vault.client import Vault
-from resilient_train.state.vault.flush import WORK, Flush, Flushed
+from resilient_train.state.vault.flush import LEFT, WORK, Flush, Flushed
 
 Groups = tuple[tuple[int, ...], ...]
 """Ranks that are replicas of one another."""
@@ -126,6 +126,11 @@ class CheckpointRequests:
             savers=savers,
             agreed_step=self._states.agreed_step,
         )
+
+    def left(self, groups: Groups) -> bytes:
+        """What is to be written if nobody is there any more to say what: see ``HeldSnapshots.leave``."""
+        job = self._job(Captured(LEFT, LEFT, 0, store=True), groups, groups)
+        return msgspec.msgpack.encode(msgspec.structs.replace(job, reason="left in memory", agreed_step=-1))
 
     def _submit(self, job: Flush, ranks: Mapping[int, Captured], over: Callable[[str], None] | None = None) -> None:
         save = PendingCheckpoint(job.step, job.commits, time.monotonic_ns(), 0, over)

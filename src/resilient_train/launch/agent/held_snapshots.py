@@ -18,7 +18,7 @@ from subprocess import Popen
 
 from resilient_train.errors import HolderLostError, HolderSilentError, VaultError
 from resilient_train.launch.agent.trusted_states import TrustedStates
-from resilient_train.protocol.messages import Source, VaultOpened
+from resilient_train.protocol.messages import Captured, Source, VaultOpened
 from resilient_train.state.vault.client import Vault, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK
 from resilient_train.state.vault.frames import Inventory
@@ -62,6 +62,8 @@ class HeldSnapshots:
         self._kept: dict[int, list[Control]] = {}
         """The memory of each rank."""
         self._ask_again_s = 0.0
+        self._last_work = b""
+        """What the holder is left with, see ``leave``."""
         self._pins: Vault | None = None
         """By which one of them stays until all have gone back to it."""
 
@@ -137,6 +139,8 @@ class HeldSnapshots:
             for rank in set(range(self._world_size)) - set(self._kept):
                 if records := vault.records(rank):
                     self._kept[rank] = records
+            if self._last_work:
+                vault.leave(WORK, self._world_size, self._last_work)
         except VaultError:
             vault.close()
             raise
@@ -145,6 +149,17 @@ class HeldSnapshots:
         self.vault = vault
         self._listened = vault.fileno()
         asyncio.get_running_loop().add_reader(self._listened, self._heard)
+
+    def leave(self, last_work: bytes) -> None:
+        """A Flush of whatever is in memory when all processes of the job are gone, and nobody has started it again in
+        time; empty: what is there is not to be trusted.
+        """
+        if self._last_work == last_work:
+            return
+        self._last_work = last_work
+        if self.vault is not None:
+            with contextlib.suppress(VaultError):  # the next one gets it
+                self.vault.leave(WORK if last_work else "", self._world_size, last_work)
 
     def let_go(self) -> None:
         """The holder need not stay for this process."""
@@ -210,6 +225,16 @@ class HeldSnapshots:
             except VaultError:
                 return None
         return self.newest()
+
+    def parts_of(self, source: Source) -> dict[int, Captured]:
+        """Each rank's snapshot of that state. Empty: not all are there. Raises VaultError."""
+        held = [(store.rank, each) for store in self._inventory().stores for each in store.snapshots]
+        parts = {
+            rank: Captured(each.commits, each.step, each.sequence, store=True)
+            for rank, each in held
+            if (each.commits, each.world) == (source.commits, self._world_size)
+        }
+        return parts if len(parts) == self._world_size else {}
 
     def may_write(self) -> bool:
         """Whether something may yet land on storage: the holder has work, also what it was given by somebody who has

@@ -7,6 +7,7 @@ takes all of those leaves the agent's to the agent, which needs some for each re
 from __future__ import annotations
 
 import gc
+import signal
 import socket
 import threading
 from concurrent.futures import Future
@@ -17,6 +18,16 @@ from resilient_train.descriptors import keep_alone
 from resilient_train.errors import ConfigError
 
 _CONNECT_S = 10.0
+_OF_CRASHES = {
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGABRT,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+}
+"""They are of the thread that makes the mistake."""
 
 
 def make_store(host: str, port: int) -> TCPStore:
@@ -58,6 +69,9 @@ def _serve(host: str, port: int, listener: socket.socket) -> None:
     begun: Future[bool] = Future()
 
     def serve() -> None:
+        # One that came here (to a launcher that stands still the kernel gives it by any thread) would be told of by
+        # writing to a descriptor of the event loop's, whose number is another's here: a SIGTERM was lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OF_CRASHES)
         try:
             alone = keep_alone(listener.fileno())
             store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno())

@@ -7,6 +7,7 @@ ranks may take long to come for what they start from.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -50,6 +51,8 @@ class Saves:
         )
         self.start = StartingState(self._folder, states, self._snapshots, self._requests, self._troubles, note, say)
         self._captured: dict[int, dict[int, Captured]] = {}
+        self._groups: Groups = ()
+        """As all ranks said who is whose replica, when they had a snapshot; (): they have not in this run."""
 
     async def open(self) -> VaultOpened:
         """The ranks want to keep snapshots, see HeldSnapshots."""
@@ -64,6 +67,14 @@ class Saves:
         """What was saved behind that step is wrong: the next ``choose`` sets it aside."""
         self.states.distrust(step)
         self._requests.distrust(step)
+        self._snapshots.leave(b"")
+
+    def doubt(self) -> None:
+        """Replicas were found to differ, nobody knows since when: what is in memory counts as far as all were equal,
+        which nobody knows but this process.
+        """
+        self.states.doubt()
+        self._snapshots.leave(b"")
 
     def saved_before(self, step: int) -> bool:
         """Whether a state from before that step, or an older one, is known to be saved. To be asked if all go back to
@@ -95,6 +106,7 @@ class Saves:
         ranks[rank] = frame
         if len(ranks) < self._world_size:
             return
+        self._groups = groups
         for commits in [each for each in self._captured if each <= frame.commits]:
             del self._captured[commits]  # of older ones some rank has skipped its part
         differing = disagreeing(groups, {each: captured.fingerprint for each, captured in ranks.items()})
@@ -107,6 +119,8 @@ class Saves:
             ranks[each].sequence and (ranks[each].fingerprint or len(group) == 1) for group in groups for each in group
         ):
             self.states.equal(frame.commits, frame.step)
+            if not self.states.doubted:
+                self._snapshots.leave(self._requests.left(groups))
         if all(each.store for each in ranks.values()):
             self._requests.store(ranks, groups)
         else:
@@ -169,6 +183,9 @@ class Saves:
             )
         if failed:
             await self._snapshots.revive()
+            with contextlib.suppress(VaultError):
+                await self._store_from_memory()
+            await self._quiet(deadline)
         if self._snapshots.vault is not None:
             try:
                 stays = await self._holder_stays(failed=failed)
@@ -178,6 +195,19 @@ class Saves:
                 return  # it is gone already
             finally:
                 self._snapshots.let_go()
+
+    async def _store_from_memory(self) -> None:
+        """Where the job's last state is nowhere but in memory, and no rank is left to save it (all were starting from
+        it, say), storage gets it: nobody may start the job again as soon as memory needs. Raises VaultError.
+        """
+        states = self.states
+        distrusted = states.others or states.wrong_since is not None or states.wrong_stored is not None
+        if distrusted or self._requests.last_failed or not await self.start.memory_is_newest():
+            return
+        source, groups = self._snapshots.newest_to_stay(), self._groups or self.start.earlier_groups()
+        parts = self._snapshots.parts_of(source) if source is not None else {}
+        if parts and sorted(rank for group in groups for rank in group) == sorted(parts):
+            self._requests.store(parts, groups)
 
     async def _quiet(self, deadline: float) -> None:
         """Until nothing is on its way to storage."""

@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from resilient_train.errors import HolderSilentError
+from resilient_train.events import Event
 from resilient_train.launch.agent.checkpoint_requests import CheckpointRequests
 from resilient_train.launch.agent.held_snapshots import HeldSnapshots
 from resilient_train.launch.agent.save_troubles import SaveTroubles, Teller
 from resilient_train.launch.agent.stored_checkpoints import Stored, find_stored
 from resilient_train.launch.agent.trusted_states import TrustedStates
-from resilient_train.observe.fields import number_of
+from resilient_train.observe.fields import groups_of, number_of
 from resilient_train.observe.history import of_earlier_runs
 from resilient_train.observe.sinks import read_events
+from resilient_train.observe.timeline import read_run
 from resilient_train.protocol.messages import Source
+from resilient_train.state.vault.client import was_held
 from resilient_train.state.vault.holder import GRACE_S
 
 _SLOW_S = 30.0
@@ -184,18 +187,29 @@ class StartingState:
             self._say(f"all ranks go on from {_described(self.source)}")
         elif self._snapshots.wanted:
             self._say("there is no saved state to go on from: all ranks begin anew")
-        elif (saved := self._saved_by_earlier_run()) is not None:
-            self._say(
-                f"nothing is saved in {self._folder}, where an earlier run had saved step {saved}: all ranks begin anew"
-            )
+        elif events := self._earlier_run():
+            saved = [number_of(event, "step") for event in events if event.kind == "saved"]
+            if saved:
+                what = f"nothing is saved in {self._folder}, where an earlier run had saved step {saved[-1]}"
+                self._say(f"{what}: all ranks begin anew")
+            elif was_held(self._folder.parent) and not read_run(events).finished:
+                self._say(
+                    f"an earlier run here kept its state in memory alone, and that is gone ({GRACE_S:g} s behind its "
+                    "launcher): all ranks begin anew"
+                )
 
-    def _saved_by_earlier_run(self) -> int | None:
-        """The last step that the run before in this directory had saved, as far as its events say."""
-        saved: list[int | None] = []
-        with contextlib.suppress(OSError):  # then they say nothing
+    def _earlier_run(self) -> list[Event]:
+        """The events of the run before in this directory; none where they can't be read."""
+        with contextlib.suppress(OSError):
             for newest in of_earlier_runs(self._folder.parent)[-1:]:
-                saved = [number_of(event, "step") for event in read_events(newest) if event.kind == "saved"]
-        return saved[-1] if saved else None
+                return read_events(newest)
+        return []
+
+    def earlier_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Which ranks held the same in the run before in this directory; () if that is not known."""
+        begun = [event for event in self._earlier_run() if event.kind == "started"]
+        world = number_of(begun[-1], "world_size") if begun else None
+        return (groups_of(begun[-1], "replicas") or (tuple(range(world)),)) if world else ()
 
     async def left(self) -> str:
         """What a job that is started again in this run directory would go on from, for people; empty if nothing is seen

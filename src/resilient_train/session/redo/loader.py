@@ -245,7 +245,8 @@ class Cursor:
     def _pack(self, inner: Any, generators: bytes, now: bytes, drawn_by: dict[str, bytes], counts: Counts) -> bytes:
         if inner is None and not generators and not drawn_by and self._forked.epoch < 0 and not counts:
             return b""
-        own = {"inner": inner, "generators": generators, "now": now, "own": drawn_by, "counts": counts}
+        over = inner is not None and self.begins_pass()
+        own = {"inner": inner, "over": over, "generators": generators, "now": now, "own": drawn_by, "counts": counts}
         return self._data.pack({**own, "forked": self._forked._asdict()})
 
     def own_of_newcomer(self, own: bytes) -> bytes:
@@ -257,6 +258,10 @@ class Cursor:
     def keeps_place(self, own: bytes) -> bool:
         """Whether in a position's ``own`` the loader itself says where it was (a StatefulDataLoader in an epoch)."""
         return bool(own) and self._data.unpack(own)["inner"] is not None
+
+    def is_over(self, own: bytes) -> bool:
+        """Whether all batches of the pass were drawn there, by a loader that says itself where it was."""
+        return bool(own) and self._data.unpack(own).get("over", False)
 
     def _reuses(self) -> bool:
         return self._has_workers(self._source) if self._reused is None else self._reused

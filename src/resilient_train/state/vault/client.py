@@ -28,6 +28,16 @@ def socket_path(run_dir: Path, node: int = 0) -> Path:
     return run_dir / f"holder-{node}.sock"
 
 
+def lock_of(socket: Path) -> Path:
+    """What the holder that listens there has a lock on, as long as it lives."""
+    return socket.with_suffix(".lock")
+
+
+def was_held(run_dir: Path) -> bool:
+    """Whether a run in this directory has ever kept a state in memory."""
+    return lock_of(socket_path(run_dir)).exists()
+
+
 class Vault:
     """A connection to the holder. One thread at a time. Pins are given back when it closes, or its process ends.
 
@@ -157,6 +167,12 @@ class Vault:
         self._submitted += 1
         self._wire.send(frames.Submit(self._submitted, work, tuple(snapshots), argument))
         return self._submitted
+
+    def leave(self, work: str, world: int, argument: bytes = b"") -> None:
+        """What the holder is to do if nobody comes for what it holds, in place of what it was told before. ``work``
+        empty: nothing.
+        """
+        self._ask(frames.LastWork(work, world, argument), frames.Acknowledged)
 
     def result(self, number: int, timeout_s: float | None = None) -> bytes | None:
         """What the work with this number gave; None if it is not over after ``timeout_s``. Raises VaultError if it

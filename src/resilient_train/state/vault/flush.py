@@ -12,7 +12,7 @@ import msgspec
 
 from resilient_train.errors import ProtocolError, StorageError
 from resilient_train.state.checkpoint.draft import CheckpointDraft
-from resilient_train.state.checkpoint.manifest import FileEntry, Kind, rank_name
+from resilient_train.state.checkpoint.manifest import FileEntry, Kind, parse_name, rank_name
 from resilient_train.state.checkpoint.retention import retain
 from resilient_train.state.nan import NanFound, tensors_with_nan
 from resilient_train.state.vault import trailer
@@ -22,8 +22,13 @@ WORK = "flush"
 PLACE = f"{__name__}:flush"
 
 
+LEFT = -1
+
+
 class Flush(msgspec.Struct, frozen=True, array_like=True):
-    """What checkpoint the snapshots are."""
+    """What checkpoint the snapshots are. ``step`` and ``commits`` may be LEFT: whatever is there when nobody has come
+    for it, see ``frames.LastWork``.
+    """
 
     folder: str
     step: int
@@ -65,6 +70,12 @@ def flush(order: WorkOrder) -> bytes:
     ProtocolError for snapshots that are not whole, or of another moment.
     """
     job = msgspec.msgpack.decode(order.argument, type=Flush)
+    is_left = job.commits == LEFT
+    if is_left:
+        newest = order.parts[0].snapshot
+        if not _is_wanted(Path(job.folder), newest.step):
+            return msgspec.msgpack.encode(Flushed("", 0, False, ""))
+        job = msgspec.structs.replace(job, step=newest.step, commits=newest.commits)
     for snapshot, _ in order.parts:
         if snapshot.commits != job.commits:
             raise ProtocolError(f"rank {snapshot.rank}'s snapshot is from before update {snapshot.commits}, not "
@@ -76,11 +87,21 @@ def flush(order: WorkOrder) -> bytes:
         path = _commit(draft, files, job, nan)
     untidy = draft.untidy
     try:
-        retain(path.parent, job.keep, newest_step=job.step, agreed_step=job.agreed_step)
+        if not is_left:  # which of them must stay may not be known any more
+            retain(path.parent, job.keep, newest_step=job.step, agreed_step=job.agreed_step)
     except StorageError as error:  # the checkpoint itself is complete
         untidy = str(error)
     size_bytes = sum(each.size_bytes for each in files)
     return msgspec.msgpack.encode(Flushed(str(path), size_bytes, all(direct), untidy, nan))
+
+
+def _is_wanted(folder: Path, step: int) -> bool:
+    """Not where storage has it, or a newer one; nor where somebody has taken the run directory away."""
+    try:
+        names = [parse_name(each.name) for each in folder.iterdir()] if folder.exists() else []
+    except OSError as error:
+        raise StorageError(f"{folder} can't be read: {error}") from error
+    return folder.parent.is_dir() and all(name is None or name.step < step for name in names)
 
 
 def _add(draft: CheckpointDraft, files: list[FileEntry], part: PinnedSnapshot, job: Flush) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 
 from resilient_train.state.vault.record import Snapshot
 
-VERSION = 2
+VERSION = 3
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Size = Annotated[int, msgspec.Meta(gt=0, le=1 << 44)]
 
@@ -85,9 +85,19 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     argument: bytes
 
 
+class LastWork(msgspec.Struct, tag=True, frozen=True):
+    """What the holder does by itself where nobody has come in its grace time: this work, on the newest snapshots that
+    all ranks 0..``world``-1 have of one update. ``work`` empty: nothing. Acknowledged answers.
+    """
+
+    work: str
+    world: int
+    argument: bytes
+
+
 class JobOver(msgspec.Struct, tag=True, frozen=True):
-    """The job is over: when its members are gone and work is done, the holder ends without its grace time. Acknowledged
-    answers.
+    """The job is over: when its members are gone and work is done, the holder ends without its grace time, or last
+    work. Acknowledged answers.
     """
 
 
@@ -139,7 +149,7 @@ class Denied(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-ToHolder = Attach | ReserveStore | OpenStores | Adopt | Pin | Unpin | Drop | AskInventory | Submit | JobOver
+ToHolder = Attach | ReserveStore | OpenStores | Adopt | Pin | Unpin | Drop | AskInventory | Submit | LastWork | JobOver
 """Every frame that the holder reads."""
 
 FromHolder = Stores | Inventory | Acknowledged | Result | Denied

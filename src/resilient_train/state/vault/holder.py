@@ -1,7 +1,8 @@
 """The holder: one small process per node that owns the memory of snapshots, so that these outlive ranks and agents.
 
 It creates sealed memfds, hands them out, counts pins, runs works (``state/vault/holder_work.py``), and ends by itself
-when its last member has been gone for the grace time. It imports no torch and no numpy, and maps no image but while it
+when its last member has been gone for the grace time, once the last work is done that it was left with (what is in
+memory goes to storage). It imports no torch and no numpy, and maps no image but while it
 works on one, so the kernel has little reason to choose it when memory runs out.
 
 It leads a session of its own: what is meant for the job's process group does not reach it. SIGINT, SIGHUP and
@@ -32,7 +33,7 @@ import msgspec
 from resilient_train.descriptors import raise_limit
 from resilient_train.errors import ProtocolError
 from resilient_train.state.vault import frames, slots
-from resilient_train.state.vault.client import socket_path
+from resilient_train.state.vault.client import common_commits, lock_of, socket_path
 from resilient_train.state.vault.holder_work import Pinned, Work, load, perform
 from resilient_train.state.vault.snapshot_index import RefusedError, SnapshotIndex, describe
 from resilient_train.transport import listen
@@ -51,7 +52,8 @@ _Client = Connection[frames.ToHolder]
 class _Errand:
     """Work that was submitted. Owner of the pins of its snapshots."""
 
-    def __init__(self, client: _Client, order: frames.Submit, work: Work) -> None:
+    def __init__(self, client: _Client | None, order: frames.Submit, work: Work) -> None:
+        """``client``: None where nobody is told."""
         self.client = client
         self.order = order
         self.work = work
@@ -88,6 +90,7 @@ class Holder(Server[frames.ToHolder]):
         self._works = works
         self._grace_s = grace_s
         self._hurry = self._finished = False
+        self._last = frames.LastWork("", 0, b"")
         self._index = holdings or SnapshotIndex()
         self._members: set[_Client] = set()
         self._pidfds: dict[_Client, int] = {}
@@ -105,7 +108,7 @@ class Holder(Server[frames.ToHolder]):
         self._listener = Listener(path, self, listener, _CONNECTIONS_MAX)
         ready()
         try:
-            while not (self._may_end() and await self._nobody_at_the_door()):
+            while not (self._may_end() and await self._nobody_at_the_door()) or self._begin_last():
                 await self._wait()
         finally:
             self._listener.close()
@@ -119,6 +122,20 @@ class Holder(Server[frames.ToHolder]):
         if self._alone_until_s is None or self._under_way:
             return False
         return self._hurry or time.monotonic() >= self._alone_until_s
+
+    def _begin_last(self) -> bool:
+        """The last work, if there is any to do."""
+        last, self._last = self._last, frames.LastWork("", 0, b"")
+        if self._finished or not last.work:
+            return False
+        stores = self._index.describe()
+        commits = next(iter(common_commits(stores, last.world)), -1)
+        held = [(store.rank, each) for store in stores for each in store.snapshots if each.world == last.world]
+        snapshots = {rank: each.sequence for rank, each in held if each.commits == commits}
+        if snapshots:
+            _say(f"nobody has come for what is in memory: {last.work}, of update {commits}")
+            self._submit(None, frames.Submit(0, last.work, tuple(sorted(snapshots.items())), last.argument))
+        return self._under_way > 0
 
     async def _nobody_at_the_door(self) -> bool:
         self._news.clear()
@@ -208,17 +225,18 @@ class Holder(Server[frames.ToHolder]):
                 held.drop(rank)
             case frames.AskInventory():
                 return frames.Inventory(os.getpid(), held.describe(), len(self._members), self._under_way), []
+            case frames.LastWork():
+                self._last = frame
             case frames.JobOver():
                 self._finished = True
         return frames.Acknowledged(), []
 
     # -- works
 
-    def _submit(self, client: _Client, order: frames.Submit) -> None:
+    def _submit(self, client: _Client | None, order: frames.Submit) -> None:
         work = self._works.get(order.work)
         if work is None:
-            reason = f"this holder knows no work {order.work!r}, but {sorted(self._works)}"
-            client.send(frames.Result(order.number, b"", reason))
+            self._refuse(client, order, f"this holder knows no work {order.work!r}, but {sorted(self._works)}")
             return
         errand = _Errand(client, order, work)
         try:
@@ -226,10 +244,16 @@ class Holder(Server[frames.ToHolder]):
                 errand.pinned.append(self._index.pin(errand, rank, sequence))
         except RefusedError as refused:
             self._index.release_all(errand)
-            client.send(frames.Result(order.number, b"", refused.frame.text))
+            self._refuse(client, order, refused.frame.text)
             return
         self._under_way += 1
         self._errands.put(errand)
+
+    def _refuse(self, client: _Client | None, order: frames.Submit, reason: str) -> None:
+        if client is None:
+            _say(reason)
+        else:
+            client.send(frames.Result(order.number, b"", reason))
 
     def _work(self) -> None:
         while True:
@@ -242,7 +266,8 @@ class Holder(Server[frames.ToHolder]):
         self._index.release_all(errand)
         if errand.result.error:
             _say(errand.result.error)
-        errand.client.send(errand.result)
+        if errand.client is not None:
+            errand.client.send(errand.result)
         self._news.set()
 
 
@@ -263,7 +288,7 @@ def _on_bug(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 def claim(path: Path) -> socket.socket | None:
     """The socket of the run's one holder on this node; None if there is one already. The lock is kept until we end."""
-    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = os.open(lock_of(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

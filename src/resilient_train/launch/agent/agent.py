@@ -177,8 +177,10 @@ class Agent:
             if self._ending is not None:
                 await self._stop_ranks()
             failed = self._ending is not None and self._ending.code != 0
+            at_once = self._ending is not None and self._ending.code == 128 + signal.SIGINT
             timeout_s = self._spec.shutdown_timeout_s
-            await asyncio.gather(self._saves.finish(timeout_s, failed=failed), self._anomaly_files.finish(timeout_s))
+            saved = self._saves.finish(timeout_s, failed=failed, at_once=at_once)
+            await asyncio.gather(saved, self._anomaly_files.finish(timeout_s))
             if self._ending is not None and self._ending.code and (left := await self._saves.start.left()):
                 first = "once that is mended and it is started" if self._ending.code == EXIT_WRONG_INPUT else "started"
                 self._say(

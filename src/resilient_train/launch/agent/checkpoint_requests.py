@@ -127,13 +127,21 @@ class CheckpointRequests:
             agreed_step=self._states.agreed_step,
         )
 
+    def store_left(self, ranks: Mapping[int, Captured], groups: Groups) -> None:
+        """Writes what is in memory when a job ends that has not saved it. Nothing else is done by then."""
+        self._submit(self._left(groups), ranks)
+
     def left(self, groups: Groups) -> bytes:
         """What is to be written if nobody is there any more to say what: see ``HeldSnapshots.leave``."""
+        return msgspec.msgpack.encode(self._left(groups))
+
+    def _left(self, groups: Groups) -> Flush:
         job = self._job(Captured(LEFT, LEFT, 0, store=True), groups, groups)
-        return msgspec.msgpack.encode(msgspec.structs.replace(job, reason="left in memory", agreed_step=-1))
+        return msgspec.structs.replace(job, reason="left in memory", agreed_step=-1)
 
     def _submit(self, job: Flush, ranks: Mapping[int, Captured], over: Callable[[str], None] | None = None) -> None:
-        save = PendingCheckpoint(job.step, job.commits, time.monotonic_ns(), 0, over)
+        first = next(iter(ranks.values()))
+        save = PendingCheckpoint(first.step, first.commits, time.monotonic_ns(), 0, over)
         vault = self._snapshots.vault
         if vault is None:
             self._failed(save, "the snapshots' holder is gone; the next save starts another")

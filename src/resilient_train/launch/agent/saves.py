@@ -162,10 +162,11 @@ class Saves:
 
     # -- the end
 
-    async def finish(self, timeout_s: float, *, failed: bool) -> None:
+    async def finish(self, timeout_s: float, *, failed: bool, at_once: bool = False) -> None:
         """The job is over: waits for what is on its way to storage, and lets the holder go.
 
-        It stays where the job's last state is nowhere else: for whoever starts the job again, and for a while.
+        It stays where the job's last state is nowhere else: for whoever starts the job again, and for a while. Nothing
+        is begun that somebody would have to wait for who wants the job to end ``at_once``.
         """
         deadline = time.monotonic() + timeout_s
         await self._quiet(deadline)
@@ -183,9 +184,10 @@ class Saves:
             )
         if failed:
             await self._snapshots.revive()
-            with contextlib.suppress(VaultError):
-                await self._store_from_memory()
-            await self._quiet(deadline)
+            if not at_once:
+                with contextlib.suppress(VaultError):
+                    await self._store_from_memory()
+                await self._quiet(deadline)
         if self._snapshots.vault is not None:
             try:
                 stays = await self._holder_stays(failed=failed)
@@ -207,7 +209,7 @@ class Saves:
         source, groups = self._snapshots.newest_to_stay(), self._groups or self.start.earlier_groups()
         parts = self._snapshots.parts_of(source) if source is not None else {}
         if parts and sorted(rank for group in groups for rank in group) == sorted(parts):
-            self._requests.store(parts, groups)
+            self._requests.store_left(parts, groups)
 
     async def _quiet(self, deadline: float) -> None:
         """Until nothing is on its way to storage."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from resilient_train.errors import ProtocolError, StorageError
+from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.checkpoint.draft import CheckpointDraft
 from resilient_train.state.checkpoint.manifest import FileEntry, Kind, parse_name, rank_name
 from resilient_train.state.checkpoint.retention import retain
@@ -20,14 +21,13 @@ from resilient_train.state.vault.holder_work import PinnedSnapshot, WorkOrder
 
 WORK = "flush"
 PLACE = f"{__name__}:flush"
-
-
 LEFT = -1
+"""The update of a Flush of whatever is there."""
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True):
-    """What checkpoint the snapshots are. ``step`` and ``commits`` may be LEFT: whatever is there when nobody has come
-    for it, see ``frames.LastWork``.
+    """What checkpoint the snapshots are. Where ``commits`` is LEFT (see ``frames.LastWork``), and ``step``, they say so
+    themselves.
     """
 
     folder: str
@@ -80,6 +80,8 @@ def flush(order: WorkOrder) -> bytes:
         if snapshot.commits != job.commits:
             raise ProtocolError(f"rank {snapshot.rank}'s snapshot is from before update {snapshot.commits}, not "
                                 f"{job.commits}")  # fmt: skip
+    if is_left:
+        _compare(order, job)
     files: list[FileEntry] = []
     with CheckpointDraft.begin(Path(job.folder), job.step, job.kind) as draft:
         direct = [_add(draft, files, part, job) for part in order.parts]
@@ -101,7 +103,14 @@ def _is_wanted(folder: Path, step: int) -> bool:
         names = [parse_name(each.name) for each in folder.iterdir()] if folder.exists() else []
     except OSError as error:
         raise StorageError(f"{folder} can't be read: {error}") from error
-    return folder.parent.is_dir() and all(name is None or name.step < step for name in names)
+    return folder.parent.is_dir() and not any(name and not name.suffix and name.step >= step for name in names)
+
+
+def _compare(order: WorkOrder, job: Flush) -> None:
+    """Nobody has: a checkpoint is made of shares of all replicas. Raises ProtocolError."""
+    told = {each.snapshot.rank: trailer.read(each.region, each.snapshot).fingerprint for each in order.parts}
+    if differing := disagreeing(job.replica_groups, told):
+        raise ProtocolError(f"ranks {differing} are to hold the same bits, and don't")
 
 
 def _add(draft: CheckpointDraft, files: list[FileEntry], part: PinnedSnapshot, job: Flush) -> bool:

@@ -28,7 +28,7 @@ from resilient_train.session.metrics import check_metrics
 from resilient_train.session.reading import loop_carried as loop_carried_module
 from resilient_train.session.reading import static_lookup
 from resilient_train.session.reading.flow import Flow
-from resilient_train.session.reading.known_objects import KnownObjects, given_names, leaves_out
+from resilient_train.session.reading.known_objects import KnownObjects, given_names, leaves_out, set_names
 from resilient_train.session.reading.loop_carried import (
     LoopCarried,
     body_carried,
@@ -684,6 +684,15 @@ class Bandit:
         return self.rng.random()
 
 
+class Makes(Bandit):
+    """One of what is given."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights[:] = state["w"]
+        self.draws = other = int(self.weights[0])
+        print(other, self.rng)
+
+
 class Every(Bandit):
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -733,6 +742,7 @@ def test_what_the_text_of_a_state_dict_names() -> None:
     assert given_names(Bandit(), Texts()) == {"weights"}
     assert [given_names(kind(), Texts()) for kind in (Every, More, Asks, Thing, dict)] == [None] * 5
     assert given_names(Tallies(), Texts()) is None, "what its class's own methods give is all of it"
+    assert (set_names(Bandit(), Texts()), set_names(Makes(), Texts())) == (set(), {"draws"})
     bandit = Bandit()
     for settled, expected in (
         ([(bandit, given_names(bandit, Texts()))], ("self.draws in Bandit.draw", "self.rng in Bandit.draw")),

@@ -128,7 +128,9 @@ def own_of(objects: Objects, sources: Iterable[object], settled: Settled, texts:
     """``objects`` are registered; ``sources`` give the batches; ``settled``: see KnownObjects."""
     registered = [*objects.extra.values(), *objects.rank_extra.values()]
     registered += [each for one in registered for each in getattr(type(one), _CARRIED, lambda _: ())(one)]
-    partly = [(each, names) for each in registered if (names := given_names(each, texts)) is not None]
+    partly = [
+        (each, names | set_names(each, texts)) for each in registered if (names := given_names(each, texts)) is not None
+    ]
     partly += [(each, _OF_OPTIMIZERS) for each in objects.optimizers]
     loose = [*(each for each in registered if leaves_out(each)), *(each for each, _ in partly)]
     whole = [each for each in registered if not any(each is one for one in loose)]
@@ -171,6 +173,18 @@ def given_names(thing: Any, texts: Texts, verb: str = "state_dict") -> frozenset
     values = [held(thing, each) for each in names]
     odd = any(each is UNKNOWN or type(each) in _NO_STATE for each in values) or "__dict__" in names
     return None if odd or not names else frozenset(names)
+
+
+def set_names(thing: Any, texts: Texts) -> frozenset[str]:
+    """The attributes that the text of its ``load_state_dict()`` sets: it makes them of what the other one gives."""
+    names = set[str]()
+    for function, _ in functions_of(held(thing, "load_state_dict"), thing):
+        code = function.__code__
+        text = texts.function(code, function.__globals__)
+        for each in ast.walk(text) if text is not None and code.co_argcount else ():
+            if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and isinstance(each.value, ast.Name):
+                names |= {each.attr} if each.value.id == code.co_varnames[0] else set()
+    return frozenset(names)
 
 
 def given_by(thing: Any) -> list[object]:

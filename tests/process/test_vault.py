@@ -21,8 +21,9 @@ from running import JOBS
 from resilient_train._native import Copier, die_with_parent
 from resilient_train.errors import HolderLostError, MemoryLimitError, ProtocolError, VaultError
 from resilient_train.launch.agent.held_snapshots import HeldSnapshots
+from resilient_train.launch.agent.run_dir_claim import Claim
 from resilient_train.launch.agent.trusted_states import TrustedStates
-from resilient_train.state.vault.client import Vault, common_commits, socket_path
+from resilient_train.state.vault.client import Vault, common_commits, lock_of, socket_path
 from resilient_train.state.vault.holder_search import find_holder
 from resilient_train.state.vault.slots import SlotPair, image_digest
 
@@ -175,23 +176,37 @@ def test_all_ranks_and_the_agent_killed_at_once(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     ("end", "told"),
-    [("gone", "0: 5, 1: 5"), ("job over", ""), ("taken back", ""), ("another world", ""), ("not known", "")],
+    [
+        ("gone", "0: 5, 1: 5"),
+        *((each, "") for each in ("job over", "taken back", "another world", "not known")),
+        *((each, "") for each in ("another launcher", "no launcher's lock", "another directory")),
+    ],
 )
 def test_the_last_work_is_done_where_nobody_comes(rig: Rig, end: str, told: str) -> None:
-    """On the newest snapshots that all ranks have of one update."""
-    vault, file = rig.start(), rig.run_dir / "told"
+    """On the newest snapshots that all ranks have of one update. Not in the directory of another job, nor beside what
+    another launcher has begun from something else.
+    """
+    vault, file, launchers = rig.start(), rig.run_dir.parent / "told", rig.run_dir / "agent-0.lock"
     for rank in (0, 1):
         with contextlib.closing(vault.reserve(rank, IMAGE_BYTES)) as pair:
             for commits in (4, 5, 6)[: 3 - rank]:
                 assert take(pair, commits, world=2)
+    if end != "no launcher's lock":
+        launchers.touch()
     work = "unheard of" if end == "not known" else "write_down"
-    vault.leave(work, 3 if end == "another world" else 2, os.fsencode(file))
+    vault.leave(work, 3 if end == "another world" else 2, os.fsencode(file), launchers)
     if end == "taken back":
         vault.leave("", 2)
     if end == "job over":
         vault.finish()
-    vault.close()
-    rig.holders[0].wait(TIMEOUT_S)
+    if end == "another directory":
+        rig.run_dir.rename(rig.run_dir.with_name("moved"))
+        rig.run_dir.mkdir()
+        launchers.touch()
+        lock_of(socket_path(rig.run_dir)).touch()
+    with contextlib.closing(Claim(rig.run_dir)) if end == "another launcher" else contextlib.nullcontext():
+        vault.close()
+        rig.holders[0].wait(TIMEOUT_S)
     assert (file.read_text() if file.exists() else "") == told
 
 

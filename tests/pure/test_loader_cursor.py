@@ -168,36 +168,16 @@ class CountsItsPasses(Distributed):
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.passes = 0
+        self._num_iter_calls = 0
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        self.sampler.set_epoch(3 * self.passes)
-        self.passes += 1
+        self.sampler.set_epoch(3 * self._num_iter_calls)
+        self._num_iter_calls += 1
         return super().__iter__()
-
-
-class SamplerThatCounts:
-    """By itself, when a pass is over."""
-
-    def __init__(self) -> None:
-        self.passes = 0
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(10 * self.passes, 10 * self.passes + 3)
-        self.passes += 1
-
-
-class OverOneThatCounts:
-    def __init__(self) -> None:
-        self.batch_sampler = SamplerThatCounts()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.batch_sampler)
 
 
 LOADERS = [
     lambda: CountsItsPasses(3),
-    OverOneThatCounts,
     lambda: [10, 11, 12],
     lambda: Shuffling(4),
     lambda: Persistent(4),
@@ -253,6 +233,19 @@ def test_what_a_loader_counts_goes_back_in_its_process(done: int) -> None:
     assert take(first, 6) == further
     first.load(start)
     assert take(first, done) == begun
+
+
+@pytest.mark.parametrize("done", range(1, 8))
+def test_a_loader_that_counts_its_passes_is_gone_through_elsewhere_too(done: int) -> None:
+    """In an evaluation, in the middle of a pass: the next pass is another one by that."""
+    first, second = cursor(CountsItsPasses(3)), cursor(CountsItsPasses(3))
+    take(first, done)
+    assert len([*first.loader]) == 3
+    state = first.position()
+    further = take(first, 6)
+    second.load(state)
+    assert take(second, 6) == further
+    assert not second.strayed
 
 
 def test_epochs_are_counted() -> None:

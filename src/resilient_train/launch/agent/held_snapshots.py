@@ -17,6 +17,7 @@ from pathlib import Path
 from subprocess import Popen
 
 from resilient_train.errors import HolderLostError, HolderSilentError, VaultError
+from resilient_train.launch.agent.run_dir_claim import LOCK
 from resilient_train.launch.agent.trusted_states import TrustedStates
 from resilient_train.protocol.messages import Captured, Source, VaultOpened
 from resilient_train.state.vault.client import Vault, socket_path
@@ -62,8 +63,8 @@ class HeldSnapshots:
         self._kept: dict[int, list[Control]] = {}
         """The memory of each rank."""
         self._ask_again_s = 0.0
-        self._last_work = b""
-        """What the holder is left with, see ``leave``."""
+        self._last_work: bytes | None = None
+        """What the holder is left with, see ``leave``; None: with whatever another launcher has left it with."""
         self._pins: Vault | None = None
         """By which one of them stays until all have gone back to it."""
 
@@ -139,8 +140,8 @@ class HeldSnapshots:
             for rank in set(range(self._world_size)) - set(self._kept):
                 if records := vault.records(rank):
                     self._kept[rank] = records
-            if self._last_work:
-                vault.leave(WORK, self._world_size, self._last_work)
+            if self._last_work is not None:
+                self._leave(vault, self._last_work)
         except VaultError:
             vault.close()
             raise
@@ -158,8 +159,11 @@ class HeldSnapshots:
             return
         self._last_work = last_work
         if self.vault is not None:
-            with contextlib.suppress(VaultError):  # the next one gets it
-                self.vault.leave(WORK if last_work else "", self._world_size, last_work)
+            with contextlib.suppress(VaultError):  # it is told when it is found again, or the next one is
+                self._leave(self.vault, last_work)
+
+    def _leave(self, vault: Vault, last_work: bytes) -> None:
+        vault.leave(WORK if last_work else "", self._world_size, last_work, self._run_dir / LOCK)
 
     def let_go(self) -> None:
         """The holder need not stay for this process."""

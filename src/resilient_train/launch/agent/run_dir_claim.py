@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ import msgspec
 from resilient_train.errors import ConfigError
 
 LOCK = "agent-0.lock"
+_MOMENT_S = 0.05
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -53,7 +55,11 @@ class Claim:
 
     def _take(self, run_dir: Path) -> None:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # a holder that looks whether there is a launcher has it for a moment
+                time.sleep(_MOMENT_S)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(_told(run_dir, self._read())) from None
         except OSError as error:

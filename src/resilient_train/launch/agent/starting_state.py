@@ -25,6 +25,7 @@ from resilient_train.observe.timeline import read_run
 from resilient_train.protocol.messages import Source
 from resilient_train.state.vault.client import was_held
 from resilient_train.state.vault.holder import GRACE_S
+from resilient_train.state.vault.holder_search import log_path
 
 _SLOW_S = 30.0
 _PATIENCE_S = 60.0
@@ -192,10 +193,10 @@ class StartingState:
             if saved:
                 what = f"nothing is saved in {self._folder}, where an earlier run had saved step {saved[-1]}"
                 self._say(f"{what}: all ranks begin anew")
-            elif was_held(self._folder.parent) and not read_run(events).finished:
+            elif was_held(self._folder.parent, events[0].time_ns) and not read_run(events).finished:
                 self._say(
-                    f"an earlier run here kept its state in memory alone, and that is gone ({GRACE_S:g} s behind its "
-                    "launcher): all ranks begin anew"
+                    "an earlier run here kept its state in memory, and nothing of it can be gone on from "
+                    f"({log_path(self._folder.parent)} says what has become of it): all ranks begin anew"
                 )
 
     def _earlier_run(self) -> list[Event]:

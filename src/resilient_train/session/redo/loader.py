@@ -56,8 +56,10 @@ class DataPosition(NamedTuple):
     """What its workers draw from, see ``WorkerNumbers``."""
 
 
-Counts = list[dict[str, int]]
-"""Attributes of a loader and its samplers, one by one, that are whole numbers."""
+_PASSES = "_num_iter_calls"
+"""Lightning Fabric's loader counts its passes here, and tells its sampler that number as one begins, whatever the
+Session has told it.
+"""
 _NOWHERE = DataPosition(0, 0, b"", b"")
 
 
@@ -127,12 +129,10 @@ class Cursor:
         self._reused: bool | None = None
         """See ``DataPosition``; None: no pass has begun, and the loader is as the script has made it."""
         self._generators = _generators_of(loader)
-        self._made_counts = _counts_of(loader)
-        """Numbers that it and its samplers have as attributes, as the script has made them: one may count its passes
-        (Fabric's does, over what the Session says), and ...
-        """
-        self._epoch_counts: Counts = []
-        """... those of them that were others when the pass began."""
+        self._passes: tuple[int, ...] = ()
+        """What its loader had counted when the pass began; (): it counts none."""
+        self._told_passes: tuple[int, ...] = ()
+        """The same, and what it has counted, as it was told last: an evaluation goes through it as well."""
         self._epoch_generators = b""
         """Their states when the pass began, and ..."""
         self._told_states = b""
@@ -219,12 +219,14 @@ class Cursor:
         return DataPosition(*place, self._last, self._drawn_from, workers=self._numbers.packed())
 
     def _told_of_pass(self) -> bytes:
-        before, self._told_states = self._told_states, self._states()
+        before, self._told_states = (self._told_states, self._told_passes), self._states()
+        self._told_passes = (*self._passes, *_passes_of(self.loader))
         now = self._told_states
         if self._stateful and self._index:
-            return self._pack(self.loader.state_dict(), self._epoch_generators, now, self._drawn_by, [])
-        if self._packed is None or now != before:  # another loader draws from it, say that of an evaluation
-            self._packed = self._pack(None, self._epoch_generators, now, self._drawn_by, self._epoch_counts)
+            return self._pack(self.loader.state_dict(), self._epoch_generators, now, self._drawn_by)
+        # Another loader may draw from it, say that of an evaluation.
+        if self._packed is None or (now, self._told_passes) != before:
+            self._packed = self._pack(None, self._epoch_generators, now, self._drawn_by, self._told_passes)
         return self._packed
 
     def states(self) -> bytes:
@@ -240,20 +242,22 @@ class Cursor:
 
     def _told_of_next_pass(self) -> bytes:
         now = self._told_states = self._states()
-        return self._pack(None, now, now, {}, self._counted())
+        return self._pack(None, now, now, {}, _passes_of(self.loader))
 
-    def _pack(self, inner: Any, generators: bytes, now: bytes, drawn_by: dict[str, bytes], counts: Counts) -> bytes:
-        if inner is None and not generators and not drawn_by and self._forked.epoch < 0 and not counts:
+    def _pack(
+        self, inner: Any, generators: bytes, now: bytes, drawn_by: dict[str, bytes], passes: tuple[int, ...] = ()
+    ) -> bytes:
+        if inner is None and not generators and not drawn_by and self._forked.epoch < 0 and not passes:
             return b""
         over = inner is not None and self.begins_pass()
-        own = {"inner": inner, "over": over, "generators": generators, "now": now, "own": drawn_by, "counts": counts}
+        own = {"inner": inner, "over": over, "generators": generators, "now": now, "own": drawn_by, "passes": passes}
         return self._data.pack({**own, "forked": self._forked._asdict()})
 
     def own_of_newcomer(self, own: bytes) -> bytes:
         """That of a rank that was not there, which has what the script has made; but passes are counted alike."""
-        counts = self._data.unpack(own).get("counts", []) if own else []
+        passes = tuple(self._data.unpack(own).get("passes", ())) if own else ()
         now = self._states()
-        return self._pack(None, now, now, {}, counts)
+        return self._pack(None, now, now, {}, passes)
 
     def keeps_place(self, own: bytes) -> bool:
         """Whether in a position's ``own`` the loader itself says where it was (a StatefulDataLoader in an epoch)."""
@@ -281,14 +285,15 @@ class Cursor:
         self._epoch_generators, self._drawn_by, self._before = own["generators"], own["own"], {}
         self._forked = MadeWorkers(**own.get("forked", {}))
         self._packed = None
-        self._epoch_counts = own.get("counts", [])
-        _set_counts(self.loader, self._made_counts)
-        _set_counts(self.loader, self._epoch_counts)
+        passes = tuple(own.get("passes", ()))
+        self._passes = passes[:1]
         if self._epoch_generators:
             self._data.restore_states(self._generators, self._epoch_generators)
         if self.loader is None or (self._index == 0 and not self._skipped):
+            _set_passes(self.loader, passes[-1:])
             return
         self._set_epoch()
+        _set_passes(self.loader, passes[:1])
         now, held = self._data.random_state(), _if_told(self._entries) if self._drawn_by else self._own_now()
         if self._order is not None:
             self._order.restore(self._drawn_by)
@@ -302,6 +307,7 @@ class Cursor:
             self._iterator = self._go_on()
             if own["now"]:
                 self._data.restore_states(self._generators, own["now"])
+        _set_passes(self.loader, passes[-1:])
         self._data.restore_random_state(now)
         self._put_back(held)
 
@@ -341,21 +347,11 @@ class Cursor:
     def _own_now(self) -> dict[str, bytes]:
         return _if_told(self._order.own) if self._order is not None else {}
 
-    def _counted(self) -> Counts:
-        """What has another number now than from the script. A loader that keeps its place itself is believed."""
-        if self._stateful or (counts := _counts_of(self.loader)) == self._made_counts:
-            return []
-        made = [*self._made_counts, *[{}] * len(counts)]
-        return [
-            {name: number for name, number in each.items() if was.get(name) != number}
-            for each, was in zip(counts, made, strict=False)
-        ]
-
     def _begin_epoch(self) -> None:
         self._set_epoch()
         self._epoch_random = self._data.random_state()
         self._epoch_generators = self._states()
-        self._epoch_counts = self._counted()
+        self._passes = _passes_of(self.loader)
         self._before, self._drawn_by, self._packed, self._goes_on = self._entries(), {}, None, False
         self._reused = self._reuses()
         anew = self._data.workers(self._source) is Workers.MADE_ANEW
@@ -451,19 +447,14 @@ def _holders_of(loader: Any) -> list[Any]:
     return found
 
 
-def _counts_of(loader: Any) -> Counts:
-    return [{name: each for name, each in held.items() if type(each) is int} for held in _attributes_of(loader)]
+def _passes_of(loader: Any) -> tuple[int, ...]:
+    counted = getattr(loader, "__dict__", {}).get(_PASSES)
+    return (counted,) if type(counted) is int else ()
 
 
-def _set_counts(loader: Any, counts: Counts) -> None:
-    """Past what a DataLoader says to attributes of its own that are set."""
-    for held, numbers in zip(_attributes_of(loader), counts, strict=False):
-        held.update(numbers)
-
-
-def _attributes_of(loader: Any) -> list[dict[str, Any]]:
-    """Of it and of its samplers."""
-    return [vars(holder) for holder in _holders_of(loader) if hasattr(holder, "__dict__")]
+def _set_passes(loader: Any, counted: tuple[int, ...]) -> None:
+    if counted and _passes_of(loader):
+        vars(loader)[_PASSES] = counted[0]
 
 
 def _generators_of(loader: Any) -> list[Any]:

@@ -33,9 +33,12 @@ def lock_of(socket: Path) -> Path:
     return socket.with_suffix(".lock")
 
 
-def was_held(run_dir: Path) -> bool:
-    """Whether a run in this directory has ever kept a state in memory."""
-    return lock_of(socket_path(run_dir)).exists()
+def was_held(run_dir: Path, since_ns: int) -> bool:
+    """Whether a run in this directory that began then (on CLOCK_REALTIME) had a holder of its own."""
+    try:
+        return lock_of(socket_path(run_dir)).stat().st_mtime_ns >= since_ns
+    except OSError:
+        return False
 
 
 class Vault:
@@ -168,11 +171,11 @@ class Vault:
         self._wire.send(frames.Submit(self._submitted, work, tuple(snapshots), argument))
         return self._submitted
 
-    def leave(self, work: str, world: int, argument: bytes = b"") -> None:
+    def leave(self, work: str, world: int, argument: bytes = b"", unless: Path = Path(os.devnull)) -> None:
         """What the holder is to do if nobody comes for what it holds, in place of what it was told before. ``work``
-        empty: nothing.
+        empty: nothing. ``unless``: see ``frames.LastWork``.
         """
-        self._ask(frames.LastWork(work, world, argument), frames.Acknowledged)
+        self._ask(frames.LastWork(work, world, argument, str(unless)), frames.Acknowledged)
 
     def result(self, number: int, timeout_s: float | None = None) -> bytes | None:
         """What the work with this number gave; None if it is not over after ``timeout_s``. Raises VaultError if it

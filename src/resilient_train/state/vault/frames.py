@@ -93,6 +93,10 @@ class LastWork(msgspec.Struct, tag=True, frozen=True):
     work: str
     world: int
     argument: bytes
+    unless: str
+    """A file: nothing is done where it is gone, or somebody has a lock on it: another launcher, which has begun from
+    something else.
+    """
 
 
 class JobOver(msgspec.Struct, tag=True, frozen=True):

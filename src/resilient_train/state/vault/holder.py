@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -45,6 +45,8 @@ FIRST_S = 30.0
 """How long the first member may take."""
 _TIDY_S = 1.0
 _CONNECTIONS_MAX = 4096
+
+_NOTHING = frames.LastWork("", 0, b"", "")
 
 _Client = Connection[frames.ToHolder]
 
@@ -90,7 +92,8 @@ class Holder(Server[frames.ToHolder]):
         self._works = works
         self._grace_s = grace_s
         self._hurry = self._finished = False
-        self._last = frames.LastWork("", 0, b"")
+        self._last = _NOTHING
+        self._is_in_place: Callable[[], bool] = lambda: True
         self._index = holdings or SnapshotIndex()
         self._members: set[_Client] = set()
         self._pidfds: dict[_Client, int] = {}
@@ -98,14 +101,15 @@ class Holder(Server[frames.ToHolder]):
         self._under_way = 0
         self._errands: queue.SimpleQueue[_Errand] = queue.SimpleQueue()
 
-    async def run(self, path: Path, listener: socket.socket, ready: Callable[[], None]) -> None:
-        """Returns when nobody needs the holder any more. ``listener`` listens at ``path``; ``ready`` is called once."""
+    async def run(self, path: Path, claimed: Claimed, ready: Callable[[], None]) -> None:
+        """Returns when nobody needs the holder any more. It listens at ``path``; ``ready`` is called once."""
+        self._is_in_place = lambda: claimed.is_in_place(path)
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_on_bug)
         self._loop.add_signal_handler(signal.SIGTERM, self._make_haste)
         self._news = asyncio.Event()
         threading.Thread(target=self._work, name="rt-works", daemon=True).start()
-        self._listener = Listener(path, self, listener, _CONNECTIONS_MAX)
+        self._listener = Listener(path, self, claimed.listener, _CONNECTIONS_MAX)
         ready()
         try:
             while not (self._may_end() and await self._nobody_at_the_door()) or self._begin_last():
@@ -125,8 +129,11 @@ class Holder(Server[frames.ToHolder]):
 
     def _begin_last(self) -> bool:
         """The last work, if there is any to do."""
-        last, self._last = self._last, frames.LastWork("", 0, b"")
+        last, self._last = self._last, _NOTHING
         if self._finished or not last.work:
+            return False
+        if not (self._is_in_place() and _is_free(last.unless)):
+            _say("what is in memory is given up: the run directory is gone, or somebody has begun anew in it")
             return False
         stores = self._index.describe()
         commits = next(iter(common_commits(stores, last.world)), -1)
@@ -286,15 +293,40 @@ def _on_bug(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     _say(f"internal error (please report it): {context['message']}: {context.get('exception')!r}")
 
 
-def claim(path: Path) -> socket.socket | None:
-    """The socket of the run's one holder on this node; None if there is one already. The lock is kept until we end."""
+def _is_free(lock: str) -> bool:
+    """Whether that file is there, and nobody has a lock on it."""
+    try:
+        with Path(lock).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+class Claimed(NamedTuple):
+    """The socket of the run's one holder on this node, and its lock, which is kept until we end."""
+
+    listener: socket.socket
+    lock: int
+
+    def is_in_place(self, path: Path) -> bool:
+        """Whether the run directory is still the one: another job may have one by that name."""
+        try:
+            return os.path.samestat(os.fstat(self.lock), lock_of(path).stat())
+        except OSError:
+            return False
+
+
+def claim(path: Path) -> Claimed | None:
+    """None if there is a holder already."""
     lock = os.open(lock_of(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
         return None
-    return listen(path)  # in place of that of a holder that was killed
+    os.utime(lock)  # see ``client.was_held``
+    return Claimed(listen(path), lock)  # in place of that of a holder that was killed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -308,8 +340,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ready-fd", type=int, default=-1)
     options = parser.parse_args(arguments)
     path = socket_path(options.run_dir.absolute(), options.node)
-    listener = claim(path)
-    if listener is None:
+    claimed = claim(path)
+    if claimed is None:
         return 0
     raise_limit()
     os.chdir("/")  # so as not to keep a file system busy that others want to unmount
@@ -322,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.write(options.ready_fd, b"r")
             os.close(options.ready_fd)
 
-    asyncio.run(holder.run(path, listener, ready))
+    asyncio.run(holder.run(path, claimed, ready))
     return 0
 
 

@@ -87,7 +87,7 @@ async def find_holder(
         if process is not None:
             return Vault.connect(run_dir, node=node, reply_timeout_s=reply_timeout_s), process
         if time.monotonic() > deadline:
-            raise HolderLostError(silent or f"no holder of memory snapshots came up; see {_log(run_dir, node)}")
+            raise HolderLostError(silent or f"no holder of memory snapshots came up; see {log_path(run_dir, node)}")
         # Another one is just coming up, or just ending: it holds the lock, and does not listen. Or it is stopped.
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _RETRY_MAX_S)
@@ -95,7 +95,7 @@ async def find_holder(
 
 async def _start(run_dir: Path, node: int, grace_s: float, works: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
     """None: there is another one by now."""
-    log = _log(run_dir, node)
+    log = log_path(run_dir, node)
     readable, writable = os.pipe()
     command = [sys.executable, "-P", "-m", "resilient_train.state.vault.holder", str(run_dir), "--node", str(node)]
     command += ["--grace-s", str(grace_s), "--ready-fd", str(writable)]
@@ -158,5 +158,6 @@ def _open_log(log: Path) -> int:
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
-def _log(run_dir: Path, node: int) -> Path:
+def log_path(run_dir: Path, node: int = 0) -> Path:
+    """What the holder says goes there."""
     return run_dir / "logs" / f"holder-{node}.log"

@@ -21,7 +21,7 @@ from test_vault import IMAGE_BYTES, Rig, newest, rig, take  # noqa: F401 - a fix
 from watched_jobs import end_holder
 
 from resilient_train.state.vault.client import socket_path
-from resilient_train.state.vault.holder_search import _log
+from resilient_train.state.vault.holder_search import log_path
 
 RANKS = 2
 WRITES = """
@@ -46,8 +46,8 @@ def test_an_event_that_can_not_be_written_with_stderr_on_the_same_disk(path: str
 
 
 def test_a_holder_that_can_not_speak_holds_on(rig: Rig) -> None:  # noqa: F811
-    _log(rig.run_dir, 0).parent.mkdir()
-    _log(rig.run_dir, 0).symlink_to("/dev/full")
+    log_path(rig.run_dir, 0).parent.mkdir()
+    log_path(rig.run_dir, 0).symlink_to("/dev/full")
     vault = rig.start()
     pair = vault.reserve(0, IMAGE_BYTES)
     assert take(pair, 7)

@@ -17,3 +17,5 @@ EXIT_SAVED = {
 """Signals that ask for a graceful end, and the job's exit code. SIGUSR1 is what Slurm sends before a time limit, and
 means that the job shall go on later (``sbatch --signal=USR1@120``).
 """
+EXIT_AT_ONCE = (128 + signal.SIGINT, 128 + signal.SIGQUIT)
+"""Of a job that somebody wants to end, whatever is lost."""

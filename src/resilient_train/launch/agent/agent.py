@@ -38,7 +38,7 @@ from resilient_train.launch.agent.rendezvous import make_store
 from resilient_train.launch.agent.saves import Saves
 from resilient_train.launch.agent.straggler_watch import StragglerWatch
 from resilient_train.launch.agent.waiting import Waiting
-from resilient_train.launch.exit_codes import EXIT_BUG, EXIT_WRONG_INPUT
+from resilient_train.launch.exit_codes import EXIT_AT_ONCE, EXIT_BUG, EXIT_WRONG_INPUT
 from resilient_train.launch.fork.imports import target_of, uses_us
 from resilient_train.launch.fork.standby_pool import Pool
 from resilient_train.launch.fork.zygote import Root
@@ -177,7 +177,7 @@ class Agent:
             if self._ending is not None:
                 await self._stop_ranks()
             failed = self._ending is not None and self._ending.code != 0
-            at_once = self._ending is not None and self._ending.code == 128 + signal.SIGINT
+            at_once = self._ending is not None and self._ending.code in EXIT_AT_ONCE
             timeout_s = self._spec.shutdown_timeout_s
             saved = self._saves.finish(timeout_s, failed=failed, at_once=at_once)
             await asyncio.gather(saved, self._anomaly_files.finish(timeout_s))

@@ -20,7 +20,7 @@ from resilient_train.errors import HolderLostError, HolderSilentError, VaultErro
 from resilient_train.launch.agent.run_dir_claim import LOCK
 from resilient_train.launch.agent.trusted_states import TrustedStates
 from resilient_train.protocol.messages import Captured, Source, VaultOpened
-from resilient_train.state.vault.client import Vault, socket_path
+from resilient_train.state.vault.client import Vault, snapshots_at, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK
 from resilient_train.state.vault.frames import Inventory
 from resilient_train.state.vault.holder_search import HolderSearch
@@ -232,12 +232,8 @@ class HeldSnapshots:
 
     def parts_of(self, source: Source) -> dict[int, Captured]:
         """Each rank's snapshot of that state. Empty: not all are there. Raises VaultError."""
-        held = [(store.rank, each) for store in self._inventory().stores for each in store.snapshots]
-        parts = {
-            rank: Captured(each.commits, each.step, each.sequence, store=True)
-            for rank, each in held
-            if (each.commits, each.world) == (source.commits, self._world_size)
-        }
+        held = snapshots_at(self._inventory().stores, self._world_size, source.commits)
+        parts = {rank: Captured(each.commits, each.step, each.sequence, store=True) for rank, each in held.items()}
         return parts if len(parts) == self._world_size else {}
 
     def may_write(self) -> bool:

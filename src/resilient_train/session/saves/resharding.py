@@ -53,8 +53,9 @@ def _place(cursor: Cursor, strides: Strides | None, first: Published) -> _Place:
     ones go on behind as many of them as divide by their own number; the rest, fewer than there are ranks, is used
     again, and none is left out. Batches may be of another size now.
     """
-    if (not first.taken and not first.skipped) or cursor.is_over(first.loader):
-        epoch = first.epoch + cursor.is_over(first.loader)
+    is_over = cursor.is_over(first.loader)
+    if is_over or (not first.taken and not first.skipped):
+        epoch = first.epoch + is_over
         return _Place(epoch, 0, 0, {"loader": "an epoch began", "epoch": epoch})
     if cursor.keeps_place(first.loader):
         told = "its own state can't be divided anew: the epoch begins again"

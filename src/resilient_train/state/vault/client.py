@@ -272,3 +272,9 @@ def common_commits(stores: Iterable[frames.Store], world: int) -> list[int]:
             snapshot.commits for snapshot in store.snapshots if snapshot.world == world
         )
     return sorted(set.intersection(*(held[rank] for rank in range(world))), reverse=True)
+
+
+def snapshots_at(stores: Iterable[frames.Store], world: int, commits: int) -> dict[int, Snapshot]:
+    """Each rank's complete snapshot at that update, of those that have one."""
+    held = ((store.rank, each) for store in stores for each in store.snapshots)
+    return {rank: each for rank, each in held if (each.commits, each.world) == (commits, world)}

@@ -13,8 +13,10 @@ import msgspec
 from resilient_train.errors import ProtocolError, StorageError
 from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.checkpoint.draft import CheckpointDraft
-from resilient_train.state.checkpoint.manifest import FileEntry, Kind, parse_name, rank_name
+from resilient_train.state.checkpoint.files import storing
+from resilient_train.state.checkpoint.manifest import FileEntry, Kind, rank_name
 from resilient_train.state.checkpoint.retention import retain
+from resilient_train.state.checkpoint.verify import candidates
 from resilient_train.state.nan import NanFound, tensors_with_nan
 from resilient_train.state.vault import trailer
 from resilient_train.state.vault.holder_work import PinnedSnapshot, WorkOrder
@@ -99,11 +101,9 @@ def flush(order: WorkOrder) -> bytes:
 
 def _is_wanted(folder: Path, step: int) -> bool:
     """Not where storage has it, or a newer one; nor where somebody has taken the run directory away."""
-    try:
-        names = [parse_name(each.name) for each in folder.iterdir()] if folder.exists() else []
-    except OSError as error:
-        raise StorageError(f"{folder} can't be read: {error}") from error
-    return folder.parent.is_dir() and not any(name and not name.suffix and name.step >= step for name in names)
+    with storing(folder):
+        stored = [name.step for name, _ in candidates(folder) if not name.suffix]
+    return folder.parent.is_dir() and all(each < step for each in stored)
 
 
 def _compare(order: WorkOrder, job: Flush) -> None:

@@ -2,8 +2,8 @@
 
 It creates sealed memfds, hands them out, counts pins, runs works (``state/vault/holder_work.py``), and ends by itself
 when its last member has been gone for the grace time, once the last work is done that it was left with (what is in
-memory goes to storage). It imports no torch and no numpy, and maps no image but while it
-works on one, so the kernel has little reason to choose it when memory runs out.
+memory goes to storage). It imports no torch and no numpy, and maps no image but while it works on one, so the kernel
+has little reason to choose it when memory runs out.
 
 It leads a session of its own: what is meant for the job's process group does not reach it. SIGINT, SIGHUP and
 SIGUSR1 it ignores; SIGTERM (a scheduler ends the container) means to make haste: no grace time, but members and works
@@ -33,7 +33,7 @@ import msgspec
 from resilient_train.descriptors import raise_limit
 from resilient_train.errors import ProtocolError
 from resilient_train.state.vault import frames, slots
-from resilient_train.state.vault.client import common_commits, lock_of, socket_path
+from resilient_train.state.vault.client import common_commits, lock_of, snapshots_at, socket_path
 from resilient_train.state.vault.holder_work import Pinned, Work, load, perform
 from resilient_train.state.vault.snapshot_index import RefusedError, SnapshotIndex, describe
 from resilient_train.transport import listen
@@ -137,11 +137,10 @@ class Holder(Server[frames.ToHolder]):
             return False
         stores = self._index.describe()
         commits = next(iter(common_commits(stores, last.world)), -1)
-        held = [(store.rank, each) for store in stores for each in store.snapshots if each.world == last.world]
-        snapshots = {rank: each.sequence for rank, each in held if each.commits == commits}
+        snapshots = [(rank, each.sequence) for rank, each in snapshots_at(stores, last.world, commits).items()]
         if snapshots:
             _say(f"nobody has come for what is in memory: {last.work}, of update {commits}")
-            self._submit(None, frames.Submit(0, last.work, tuple(sorted(snapshots.items())), last.argument))
+            self._submit(None, frames.Submit(0, last.work, tuple(sorted(snapshots)), last.argument))
         return self._under_way > 0
 
     async def _nobody_at_the_door(self) -> bool:

@@ -127,6 +127,10 @@ def test_a_writer_that_dies_after_any_byte_leaves_one_complete_snapshot(history:
             assert allowed == 2 * RECORD_BYTES
             assert found(pair) == history + 1
         seen.add(found(pair))
+        assert pair.readable()[:1] == pair.complete()[:1], "what all may go on from can be read"
+        for each in pair.readable():
+            assert pair.uses[each.slot].pin()
+            pair.uses[each.slot].unpin()
         successor = SlotPair(os.dup(pair.fd), writes=True)
         assert take(successor, 50).sequence > history
         assert found(successor) == 50

@@ -7,13 +7,14 @@
     8192      slot 1: likewise
     65536     image of slot 0, then that of slot 1, each at a multiple of 64 KiB (the largest page size in use)
 
-A snapshot goes into the slot that does not hold the one to be kept, the newest that all ranks have: mark it WRITING,
-copy, fence, fields, COMPLETE. Whenever the writer is killed, the other slot is complete; so is this one, from the last
-store on.
+A snapshot goes into the slot that does not hold the one to be kept, the newest that all ranks have: claim it, mark it
+WRITING, copy, fence, fields, release it, COMPLETE. Whenever the writer is killed, the other slot is complete; so is
+this one, from the last store on.
 
 The use word says who needs the image: bit 63 the writer, the low half the number of pins. One compare-and-exchange
 lets in either, so an image is never overwritten under a reader. The holder alone counts pins, and takes back those of
-the dead.
+the dead. A writer that was killed between its claim and its mark leaves a complete snapshot that nobody can pin: it is
+nobody's source (``readable``). No snapshot is complete before its claim is given back, so this is never the newest.
 """
 
 from __future__ import annotations
@@ -82,6 +83,11 @@ class Use:
     def pins(self) -> int:
         return self._word.value & _PINS
 
+    @property
+    def claimed(self) -> bool:
+        """By a writer, alive or dead."""
+        return bool(self._word.value & WRITER)
+
     def claim(self) -> bool:
         """The writer's: the image is its own until ``release``. False while it is pinned."""
         return self._word.exchange_if(0, WRITER)
@@ -140,6 +146,10 @@ class Control:
         records = [self.record(slot) for slot in range(SLOTS)]
         found = [snapshot for state, snapshot in records if state is SlotState.COMPLETE]
         return sorted(found, key=lambda snapshot: -snapshot.sequence)
+
+    def readable(self) -> list[Snapshot]:
+        """The complete ones that can be pinned, newest first."""
+        return [snapshot for snapshot in self.complete() if not self.uses[snapshot.slot].claimed]
 
     def sequence(self) -> int:
         """The highest that was ever begun here, as far as the records tell."""
@@ -278,27 +288,26 @@ class SnapshotDraft:
         """
         if image_bytes > self._pair.capacity_bytes:
             raise UsageError(f"an image of {image_bytes} bytes in a slot of {self._pair.capacity_bytes}")
-        self._end()
         snapshot = Snapshot(
             rank=self._pair.rank, slot=self.slot, sequence=self.sequence, commits=commits, step=step,
             image_bytes=image_bytes, generation=generation, world=world, time_ns=time.time_ns(), digest=digest,
         )  # fmt: skip
         record = pack(SlotState.COMPLETE, snapshot)
+        self._end()
         self._pair.write_record(self.slot, record[COMMIT_BYTES:], COMMIT_BYTES)
         self._pair.write_record(self.slot, record[:COMMIT_BYTES])
-        self._pair.uses[self.slot].release()
         return snapshot
 
     def abandon(self) -> None:
         """Gives it up; its slot stays incomplete until the next snapshot. All copies into it have been waited for."""
         self._end()
-        self._pair.uses[self.slot].release()
 
     def _end(self) -> None:
         if self.over:
             raise UsageError(f"snapshot {self.sequence} has been committed or abandoned already")
         self.image.release()
         self.over = True
+        self._pair.uses[self.slot].release()
 
 
 def image_digest(chunk_digests: bytes) -> bytes:

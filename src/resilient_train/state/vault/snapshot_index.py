@@ -148,7 +148,7 @@ def describe(store: slots.Control) -> frames.Store:
         capacity_bytes=store.capacity_bytes,
         backed_bytes=store.backed_bytes(),
         sequence=store.sequence(),
-        snapshots=tuple(store.complete()),
+        snapshots=tuple(store.readable()),
     )
 
 

@@ -24,7 +24,7 @@ from resilient_train.launch.agent.held_snapshots import HeldSnapshots
 from resilient_train.launch.agent.run_dir_claim import Claim
 from resilient_train.launch.agent.trusted_states import TrustedStates
 from resilient_train.state.vault.client import Vault, common_commits, lock_of, socket_path
-from resilient_train.state.vault.holder_search import find_holder
+from resilient_train.state.vault.holder_search import find_holder, log_path
 from resilient_train.state.vault.slots import SlotPair, image_digest
 
 IMAGE_BYTES = 300_000
@@ -210,6 +210,26 @@ def test_the_last_work_is_done_where_nobody_comes(rig: Rig, end: str, told: str)
     assert (file.read_text() if file.exists() else "") == told
 
 
+@pytest.mark.parametrize("end", ["storage is there again", "SIGTERM"])
+def test_a_last_work_that_fails_is_tried_again(rig: Rig, end: str) -> None:
+    """As long as the holder may stay: nobody else has the state."""
+    vault, file = rig.start(grace_s=0.3), rig.run_dir.parent / "later" / "told"
+    (rig.run_dir / "agent-0.lock").touch()
+    with contextlib.closing(vault.reserve(0, IMAGE_BYTES)) as pair:
+        assert take(pair, 5)
+    vault.leave("write_down", 1, os.fsencode(file), rig.run_dir / "agent-0.lock")
+    vault.close()
+    log = log_path(rig.run_dir)
+    assert eventually(lambda: log.read_text().count("write_down failed: FileNotFoundError") >= 2)
+    assert "it stays in memory, and is tried 58 times more, every 0.3 s" in log.read_text()
+    if end == "SIGTERM":
+        rig.holders[0].terminate()
+    else:
+        file.parent.mkdir()
+    rig.holders[0].wait(TIMEOUT_S)
+    assert file.exists() == (end != "SIGTERM")
+
+
 def test_a_killed_holder_is_replaced_and_adopts_what_lives_in_others(rig: Rig) -> None:
     vault = rig.start()
     pair = vault.reserve(0, IMAGE_BYTES)
@@ -301,7 +321,7 @@ def test_a_foreign_descriptor_is_not_adopted(rig: Rig) -> None:
 def test_the_next_agent_of_the_run_finds_the_snapshots_of_the_one_before(rig: Rig) -> None:
     script = (
         "import asyncio, sys, signal; from pathlib import Path\n"
-        "from resilient_train.state.vault.holder_search import find_holder\n"
+        "from resilient_train.state.vault.holder_search import find_holder, log_path\n"
         "vault, holder = asyncio.run(find_holder(Path(sys.argv[1]), grace_s=60))\n"
         "print(holder.pid, flush=True); signal.pause()\n"
     )

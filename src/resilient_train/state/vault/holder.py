@@ -41,6 +41,8 @@ from resilient_train.unix_listener import SMALL, Connection, Listener, Server
 
 GRACE_S = 60.0
 """How long memory outlives the last process that knows of it: time for another launcher with the same run directory."""
+LAST_TRIES = 60
+"""How often the last work is tried, with the grace time in between: storage that is full may be made free."""
 FIRST_S = 30.0
 """How long the first member may take."""
 _TIDY_S = 1.0
@@ -92,7 +94,8 @@ class Holder(Server[frames.ToHolder]):
         self._works = works
         self._grace_s = grace_s
         self._hurry = self._finished = False
-        self._last = _NOTHING
+        self._last = self._tried = _NOTHING
+        self._tries = 0
         self._is_in_place: Callable[[], bool] = lambda: True
         self._index = holdings or SnapshotIndex()
         self._members: set[_Client] = set()
@@ -140,6 +143,7 @@ class Holder(Server[frames.ToHolder]):
         snapshots = [(rank, each.sequence) for rank, each in snapshots_at(stores, last.world, commits).items()]
         if snapshots:
             _say(f"nobody has come for what is in memory: {last.work}, of update {commits}")
+            self._tried, self._tries = last, self._tries + 1
             self._submit(None, frames.Submit(0, last.work, tuple(sorted(snapshots)), last.argument))
         return self._under_way > 0
 
@@ -232,7 +236,7 @@ class Holder(Server[frames.ToHolder]):
             case frames.AskInventory():
                 return frames.Inventory(os.getpid(), held.describe(), len(self._members), self._under_way), []
             case frames.LastWork():
-                self._last = frame
+                self._last, self._tries = frame, 0
             case frames.JobOver():
                 self._finished = True
         return frames.Acknowledged(), []
@@ -274,7 +278,18 @@ class Holder(Server[frames.ToHolder]):
             _say(errand.result.error)
         if errand.client is not None:
             errand.client.send(errand.result)
+        else:
+            self._on_last_over(errand.result.error)
         self._news.set()
+
+    def _on_last_over(self, error: str) -> None:
+        """Another launcher may have come meanwhile, and have left the holder with something else, or with nothing."""
+        if not error or self._hurry or self._tries == LAST_TRIES or self._last is not _NOTHING:
+            return
+        self._last = self._tried
+        _say(f"it stays in memory, and is tried {LAST_TRIES - self._tries} times more, every {self._grace_s:g} s")
+        if self._alone_until_s is not None:
+            self._alone_until_s = time.monotonic() + self._grace_s
 
 
 def _stores(stores: Sequence[slots.Control], sequence: int) -> tuple[frames.Stores, list[int]]:

@@ -139,6 +139,36 @@ def test_state_of_a_parameter_that_has_left_its_group_is_handed_on() -> None:
     assert source.state.fingerprint().digest() == target.state.fingerprint().digest()
 
 
+@pytest.mark.parametrize("first", [(2,), (2, 0), ()])
+def test_who_goes_through_the_state_meets_it_in_the_order_of_its_source(first: tuple[int, ...]) -> None:
+    """In which parameters had their first gradient. Replicas that differ in nothing else are the same."""
+    source, target = Rank(), Rank()
+    for rank in (source, target):
+        rank.unfreeze()
+    for number in first:
+        source.model[number].weight.grad = torch.ones_like(source.model[number].weight)
+        source.optimizer.step()
+        source.model.zero_grad()
+    source.train(0, 2)
+    source.optimizer.state["count"] = {"of": 3}
+
+    def order(rank: Rank) -> list[str]:
+        names = {parameter: name for name, parameter in rank.model.named_parameters()}
+        return [names.get(key, key) for key in rank.optimizer.state]
+
+    for there in ([], ["2.bias"]):
+        target.optimizer.state.clear()
+        for parameter in (target.model.get_parameter(name) for name in there):
+            target.optimizer.state[parameter] = {}
+        source.give(target)
+        assert order(target) == order(source)
+    entries = [*target.optimizer.state.items()]
+    target.optimizer.state.clear()
+    target.optimizer.state.update(reversed(entries))
+    assert order(target) != order(source)
+    assert source.state.fingerprint().digest() == target.state.fingerprint().digest()
+
+
 def test_what_has_no_name_in_another_process_is_an_error() -> None:
     rank = Rank()
     rank.optimizer.state[rank] = {}

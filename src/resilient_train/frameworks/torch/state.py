@@ -18,7 +18,7 @@ from resilient_train.frameworks.torch.checks import admission
 from resilient_train.frameworks.torch.communication.buckets import wrappers_in
 from resilient_train.frameworks.torch.kept.buffers import key_of, write
 from resilient_train.frameworks.torch.kept.kept_state import KeptState, zero
-from resilient_train.frameworks.torch.kept.optimizer_entries import entries_of, put_entries
+from resilient_train.frameworks.torch.kept.optimizer_entries import entries_of, order_of, put_entries
 from resilient_train.frameworks.torch.kept.optimizer_groups import Groups, described, found, groups_of, places, regroup
 from resilient_train.frameworks.torch.kept.watched_state import digest_of_state
 from resilient_train.frameworks.torch.rank_state import TorchRankState
@@ -155,6 +155,8 @@ class TorchState:
             return tree
         tree["buffers"] = [dict(model.named_buffers()) for model in objects.models]
         tree["moved"] = self._rank_state.buffers.moved()
+        optimizers = zip(objects.optimizers, tree["optimizer"], groups, strict=True)
+        tree["ordered"] = [order_of(o, entries, where, of_one) for o, entries, of_one in optimizers]
         kept = self.kept.kept_states() if found else {}
         small = self.kept.small if found else self.small_tree()
         tree["small"] = {name: small[name] for name in ("scheduler", "scaler", "groups")}
@@ -573,8 +575,10 @@ class TorchState:
                     # Where it can't be written (``expand``) nobody has: who has put another there has moved it.
                     if name in mine and mine[name] is not value:
                         write(mine[name], value)
-        for optimizer, entries in zip(self._objects.optimizers, tree["optimizer"], strict=True):
-            put_entries(optimizer, entries, models)
+        orders = tree.get("ordered", [()] * len(tree["optimizer"]))  # a state may be older than that
+        optimizers = zip(self._objects.optimizers, tree["optimizer"], orders, strict=True)
+        for optimizer, entries, order in optimizers:
+            put_entries(optimizer, entries, models, order)
         self.restore_small(tree["small"])
         for name, thing in self._objects.extra.items():
             restore_object(thing, tree["extra"][name])
@@ -639,7 +643,7 @@ def _without_parts(part: Mapping[str, Any]) -> dict[str, Any]:
     entries = list(part["optimizer"])
     for number in part.get(_PARTS, ()):
         entries[number] = {key: entry for key, entry in entries[number].items() if isinstance(key, str)}
-    return {**part, "optimizer": entries, "moved": ()}
+    return {**part, "optimizer": entries, "moved": (), "ordered": ()}
 
 
 def _put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

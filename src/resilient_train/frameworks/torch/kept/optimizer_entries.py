@@ -7,6 +7,7 @@ together.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,17 +45,40 @@ def entries_of(optimizer: torch.optim.Optimizer, where: Mapping[int, ParameterPl
     return entries
 
 
+def order_of(
+    optimizer: torch.optim.Optimizer, entries: Mapping[Key, Any], where: Mapping[int, ParameterPlace], groups: Groups
+) -> list[Key]:
+    """The keys of the optimizer's entries in its own order: in which parameters had their first gradient. Whoever goes
+    through them gets other sums in another one, and another file. Empty: it is the one of ``entries``, as ever but
+    where parameters were left out at first; or each rank has a part of its own.
+    """
+    if isinstance(optimizer, ZeroOptimizer):
+        return []
+    numbers = {id(parameter): number for number, parameter in enumerate(itertools.chain.from_iterable(groups))}
+    state: Mapping[Any, Any] = optimizer.state
+    order: list[Key] = []
+    for key in state:
+        place = key if isinstance(key, str) else numbers.get(id(key), where.get(id(key)))
+        if place is not None:
+            order.append(place)
+    return order if order != [*entries] else []
+
+
 def put_entries(
     optimizer: torch.optim.Optimizer,
     entries: Mapping[Key, Any],
     models: Sequence[Mapping[str, torch.nn.Parameter]],
+    order: Sequence[Key] = (),
 ) -> None:
     """The inverse: they become the whole state of an optimizer that has the same groups. One that updates a part of the
     parameters takes those of its part.
     """
     numbered = parameters_of(optimizer)
     optimizer.state.clear()
-    for key, entry in entries.items():
+    for key in dict.fromkeys((*order, *entries)):
+        if key not in entries:
+            continue
+        entry = entries[key]
         if isinstance(key, str):
             optimizer.state[key] = entry  # type: ignore[index] # torch's stub knows of parameters only
             continue

@@ -318,7 +318,7 @@ def test_once_replicas_have_differed_memory_counts_as_far_as_they_were_equal(
 
 def test_what_is_wrong_since_a_step_is_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "holder-0.sock").touch()
-    snapshots = [SimpleNamespace(commits=each, step=each * 2, sequence=each) for each in (5, 6)]
+    snapshots = [SimpleNamespace(commits=each, step=each * 2, sequence=each, world=2) for each in (5, 6)]
     monkeypatch.setattr(Holding, "stores", [SimpleNamespace(rank=rank, snapshots=snapshots) for rank in (0, 1)])
     monkeypatch.setattr(held_snapshots, "Vault", Holding)
     monkeypatch.setattr(trusted_states, "common_commits", lambda *_: [6, 5])

@@ -72,7 +72,7 @@ class Rig:
         monkeypatch.setattr(self.saves._snapshots, "let_go", lambda: None)
         monkeypatch.setattr(self.saves._snapshots, "newest_to_stay", lambda: Source("memory", 8))
         monkeypatch.setattr(self.saves._snapshots, "newest", lambda: Source("memory", 8))
-        monkeypatch.setattr(self.saves._snapshots, "_inventory", lambda: SimpleNamespace(works=0))
+        monkeypatch.setattr(self.saves._snapshots, "_inventory", lambda: SimpleNamespace(works=0, stores=()))
         (run_dir / "holder-0.sock").touch()
         self.begun: list[asyncio.Task[None]] = []
 

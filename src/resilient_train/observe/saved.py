@@ -16,7 +16,9 @@ from resilient_train.events import Event
 from resilient_train.observe.fields import number_of, text_of
 
 _NS_PER_S = 1e9
-_STANDS = frozenset({"joined", "plan", "resumed", "saved", "session_end", "restart_all", "job_end", "save_cost"})
+_STANDS = frozenset(
+    {"joined", "plan", "resumed", "saved", "session_end", "restart_all", "job_end", "save_cost", "left_in_memory"}
+)
 """Events whose ``commits`` some rank had reached."""
 
 
@@ -130,7 +132,7 @@ def _course(ordered: Sequence[Event]) -> tuple[Origin | None, tuple[WayBack, ...
             case "restored":
                 source, path = text_of(event, "source") or "", text_of(event, "path") or ""
                 origin = Origin(source, number_of(event, "commits"), path)
-            case "saved":
+            case "saved" | "left_in_memory":
                 stored = stored if reached is None else reached
                 if lost_at_end is not None:  # from memory, by who looks after it to the last
                     lost_at_end = max(0, furthest - stored)
@@ -148,7 +150,7 @@ def _course(ordered: Sequence[Event]) -> tuple[Origin | None, tuple[WayBack, ...
                 known = known or origin is None or origin.commits is not None
                 cut, trained = None, True
             case "job_end" if (trained or cut) and known and number_of(event, "code") not in {0, None}:
-                # Snapshots in memory do not count: they go with their holder.
+                # Snapshots in memory do not count, which go with their holder, unless `left_in_memory` follows.
                 lost_at_end = max(0, furthest - stored)
     return begun_from, tuple(ways_back), lost_at_end
 

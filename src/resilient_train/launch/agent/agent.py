@@ -478,8 +478,8 @@ class Agent:
                 self._saves.captured(rank, frame, self._job.replicas.groups)
             case m.Skipped():
                 self._saves.skipped(rank, frame, self._job.replicas.groups)
-            case m.Unrestorable(source=source, reason=text, whole=whole):
-                self._saves.states.refuse(source, whole=whole)
+            case m.Unrestorable(source=source, reason=text, whole=whole, passing=passing):
+                self._saves.states.refuse(source, whole=whole, passing=passing, attempt=self._job.attempt)
                 self._carry_out(controller.start_again(rank, incarnation, text))
             case m.SetUp() | m.Beside():
                 self._note_set_up(rank, frame)

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
+from typing import NamedTuple
 
 from resilient_train.errors import HolderLostError, HolderSilentError, VaultError
 from resilient_train.launch.agent.run_dir_claim import LOCK
 from resilient_train.launch.agent.trusted_states import TrustedStates
 from resilient_train.protocol.messages import Captured, Source, VaultOpened
-from resilient_train.state.vault.client import Vault, snapshots_at, socket_path
+from resilient_train.state.vault.client import Vault, common_commits, snapshots_at, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK
 from resilient_train.state.vault.frames import Inventory
 from resilient_train.state.vault.holder_search import HolderSearch
@@ -30,6 +31,16 @@ from resilient_train.state.vault.slots import Control
 _REPLY_TIMEOUT_S = 2.0
 """The agent does not wait for the holder for long: it has recoveries to carry out."""
 _ASK_AGAIN_S = 30.0
+_LOOK_S = 0.1
+
+
+class OfOtherRanks(NamedTuple):
+    """The newest state that so many ranks all have in memory."""
+
+    commits: int
+    world: int
+    holder: int
+    """Its process."""
 
 
 class HeldSnapshots:
@@ -235,6 +246,35 @@ class HeldSnapshots:
         held = snapshots_at(self._inventory().stores, self._world_size, source.commits)
         parts = {rank: Captured(each.commits, each.step, each.sequence, store=True) for rank, each in held.items()}
         return parts if len(parts) == self._world_size else {}
+
+    def of_other_ranks(self) -> OfOtherRanks | None:
+        """What a job of another number of ranks has left in memory; None: nothing is seen."""
+        if not socket_path(self._run_dir).exists():
+            return None
+        with contextlib.suppress(VaultError):
+            held = self._inventory()
+            worlds = {each.world for store in held.stores for each in store.snapshots} - {self._world_size}
+            found = [(commits, world) for world in worlds for commits in common_commits(held.stores, world)[:1]]
+            return OfOtherRanks(*max(found), held.pid) if found else None
+        return None
+
+    async def store_of_other_ranks(self) -> str:
+        """Has it written to storage, as its job has left word how. Returns why that is impossible; empty: it is there,
+        or a newer one.
+        """
+        try:
+            with contextlib.closing(self._connect(member=False)) as vault:
+                number = vault.do_last_work()
+                while vault.result(number, 0) is None:  # noqa: ASYNC110 - see Vault: it has a descriptor, and no event
+                    await asyncio.sleep(_LOOK_S)
+        except VaultError as error:
+            return str(error)
+        return ""
+
+    @property
+    def comes_to_storage(self) -> bool:
+        """What is in memory, where nobody comes for it."""
+        return bool(self._last_work)
 
     def may_write(self) -> bool:
         """Whether something may yet land on storage: the holder has work, also what it was given by somebody who has

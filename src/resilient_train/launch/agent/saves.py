@@ -15,6 +15,7 @@ from typing import Any
 
 from resilient_train.errors import HolderLostError, VaultError
 from resilient_train.launch.agent.checkpoint_requests import CheckpointRequests, Groups
+from resilient_train.launch.agent.distrust_record import Distrusted, DistrustRecord
 from resilient_train.launch.agent.held_snapshots import HeldSnapshots
 from resilient_train.launch.agent.save_troubles import SaveTroubles, Teller
 from resilient_train.launch.agent.starting_state import StartingState
@@ -38,12 +39,16 @@ class Saves:
         settle: Callable[[int], None],
         begin_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        """``settle`` and ``begin_task``: see CheckpointRequests."""
+        """``settle`` and ``begin_task``: see CheckpointRequests. Raises ConfigError if it can't be read what an earlier
+        launcher knew to be wrong.
+        """
         self._folder = run_dir / CHECKPOINTS
         self._world_size = world_size
         self._note = note
         self._say = say
         self.states = states = TrustedStates(world_size, keep)
+        self._record = DistrustRecord(run_dir)
+        self._recall(self._record.held)
         self._snapshots = HeldSnapshots(run_dir, world_size, states, self._hear, self._lost)
         self._troubles = SaveTroubles(note, say)
         self._requests = CheckpointRequests(
@@ -54,20 +59,41 @@ class Saves:
         self._groups: Groups = ()
         """As all ranks said who is whose replica, when they had a snapshot; (): they have not in this run."""
 
+    def _recall(self, wrong: Distrusted) -> None:
+        self.states.recall(wrong.in_memory, wrong.on_storage)
+        since = [step for step in (wrong.in_memory, wrong.on_storage) if step is not None]
+        if since:
+            self._say(f"what was saved behind step {min(since)} is wrong, as the run before found: it is passed over")
+
     async def open(self) -> VaultOpened:
         """The ranks want to keep snapshots, see HeldSnapshots."""
-        return await self._snapshots.open()
+        opened = await self._snapshots.open()
+        self._write_down()
+        return opened
 
     async def choose(self, *, needed: bool = False) -> str:
         """From what all ranks start, see StartingState."""
         self._captured.clear()  # by ranks that are no more
-        return await self.start.choose(needed=needed)
+        blind = await self.start.choose(needed=needed)
+        self._write_down()
+        return blind
 
     def distrust(self, step: int) -> None:
         """What was saved behind that step is wrong: the next ``choose`` sets it aside."""
         self.states.distrust(step)
+        self._write_down()
         self._requests.distrust(step)
         self._snapshots.leave(b"")
+
+    def _write_down(self) -> None:
+        """What is wrong, for a launcher after this one."""
+        try:
+            self._record.write(Distrusted(self.states.wrong_since, self.states.wrong_stored))
+        except OSError as error:
+            self._say(
+                f"what is known to be wrong can't be written down ({error}): a launcher that comes after this one may "
+                "go on from it"
+            )
 
     def doubt(self) -> None:
         """Replicas were found to differ, nobody knows since when: what is in memory counts as far as all were equal,
@@ -119,6 +145,7 @@ class Saves:
             ranks[each].sequence and (ranks[each].fingerprint or len(group) == 1) for group in groups for each in group
         ):
             self.states.equal(frame.commits, frame.step)
+            self._write_down()
             if not self.states.doubted:
                 self._snapshots.leave(self._requests.left(groups))
         if all(each.store for each in ranks.values()):
@@ -196,6 +223,7 @@ class Saves:
             except VaultError:
                 return  # it is gone already
             finally:
+                self._write_down()
                 self._snapshots.let_go()
 
     async def _store_from_memory(self) -> None:
@@ -219,8 +247,10 @@ class Saves:
     async def _holder_stays(self, *, failed: bool) -> bool:
         """Whether the job's last state is nowhere but in memory."""
         since, unsaved = self.states.wrong_since, self._requests.last_failed
-        if since is not None and not self._snapshots.discard(lambda each: each.step > since):
-            if failed or unsaved:
-                self._say(f"what is in memory is given up: what is wrong there since step {since} stays")
-            return False
+        if since is not None:
+            if not self._snapshots.discard(lambda each: each.step > since):
+                if failed or unsaved:
+                    self._say(f"what is in memory is given up: what is wrong there since step {since} stays")
+                return False
+            self.states.memory_clean()
         return unsaved or (failed and (self.states.others or await self.start.memory_is_newest()))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from resilient_train.errors import HolderSilentError
 from resilient_train.events import Event
 from resilient_train.launch.agent.checkpoint_requests import CheckpointRequests
-from resilient_train.launch.agent.held_snapshots import HeldSnapshots
+from resilient_train.launch.agent.held_snapshots import HeldSnapshots, OfOtherRanks
 from resilient_train.launch.agent.save_troubles import SaveTroubles, Teller
 from resilient_train.launch.agent.stored_checkpoints import Stored, find_stored
 from resilient_train.launch.agent.trusted_states import TrustedStates
@@ -73,6 +73,8 @@ class StartingState:
         self._say = say
         self.source: Source | None = None
         """None: the script's own."""
+        self._is_first = True
+        """Nothing has been chosen yet."""
 
     async def choose(self, *, needed: bool = False) -> str:
         """Sets ``source``. Returns why that is impossible: there may be checkpoints, but the storage does not let us
@@ -84,10 +86,27 @@ class StartingState:
         self._requests.begin_anew()
         self.source = None
         try:
-            return self._take(await self._found(_PATIENCE_S if needed else 0), needed=needed)
+            seen = await self._found(_PATIENCE_S if needed else 0)
+            others, self._is_first = self._snapshots.of_other_ranks() if self._is_first else None, False
+            if others is not None and _is_older(seen.newest, others.commits):
+                reason = await self._have_stored(others)
+                seen = await self._found(0)
+                if _is_older(seen.newest, others.commits):
+                    return _not_stored(others, reason or "one of that step lies there, and is damaged")
+            return self._take(seen, needed=needed)
         finally:
             self._states.going_back = False
             self._snapshots.unpin()
+
+    async def _have_stored(self, others: OfOtherRanks) -> str:
+        """What the run before has in memory, of another number of ranks: only on storage can it be divided anew.
+        Returns why that is impossible.
+        """
+        self._say(
+            f"memory has update {others.commits} of {others.world} ranks: it is written to storage first, from where "
+            "another number can go on"
+        )
+        return await self._snapshots.store_of_other_ranks()
 
     async def _found(self, patience_s: float) -> _Seen:
         """``patience_s``: for storage. A holder that does not answer is waited for at a job's start as well: nothing is
@@ -224,6 +243,9 @@ class StartingState:
         newest = _newest(stored, memory)
         if newest is None or newest is stored:
             return _described(newest) if newest is not None else ""
+        if self._snapshots.comes_to_storage:
+            self._note("left_in_memory", detail={"commits": newest.commits})
+            return f"update {newest.commits} (in memory, and in {GRACE_S:g} s on storage)"
         older = f"; then {_described(stored)}" if stored is not None else ""
         return f"update {newest.commits} (in memory, within {GRACE_S:g} s{older})"
 
@@ -241,6 +263,18 @@ class StartingState:
             memory = self._snapshots.newest()
         stored = await self._seen_on_storage()
         return memory is not None and (stored is None or stored.commits < memory.commits)
+
+
+def _is_older(source: Source | None, commits: int) -> bool:
+    return source is None or source.commits < commits
+
+
+def _not_stored(others: OfOtherRanks, reason: str) -> str:
+    return (
+        f"memory has update {others.commits} of {others.world} ranks, nothing as new can be gone on from, and it can't "
+        f"be written to storage ({reason}): start {others.world} ranks, or end its holder (kill {others.holder}) to go "
+        "on without it"
+    )
 
 
 def _newest(one: Source | None, other: Source | None) -> Source | None:

@@ -50,6 +50,10 @@ class TrustedStates:
         self._stored_steps: deque[int] = deque(maxlen=keep)
         """Of the newest checkpoints that this run has written, or begun with."""
         self._refused: set[Source] = set()
+        self._failed: dict[Source, int] = {}
+        """What could not be taken up for a reason that may pass, and in which attempt."""
+        self._kept_step: dict[int, int] = {}
+        """The steps of what memory holds, by update."""
 
     # -- what is saved
 
@@ -86,14 +90,21 @@ class TrustedStates:
         step = _step_of(source) if source is not None else -1
         if step >= 0 and step not in self._stored_steps:
             self._stored_steps.append(step)
+        kept = self._kept_step.get(self.newest, -1) if source is not None and source.kind == "memory" else -1
+        if kept >= 0 and kept not in self._kept_steps:
+            self._kept_steps.append(kept)
         if self.newest < self.agreed_commits:  # what was agreed on behind that is of a history that is left
             self.agreed_commits, self.agreed_step = (self.newest, step) if step >= 0 else (-1, -1)
         self._newest_agreed = max((each for each in stored_steps if each <= self.agreed_step), default=-1)
 
     # -- what is not trusted any more
 
-    def refuse(self, source: Source, *, whole: bool) -> None:
-        """A rank could not take this source up. ``whole``: it could, if the model were divided as it was."""
+    def refuse(self, source: Source, *, whole: bool, passing: bool, attempt: int) -> None:
+        """A rank could not take this source up. ``whole``: it could, if the model were divided as it was. ``passing``:
+        that says nothing of the source, so the next attempt tries it once more.
+        """
+        if passing and self._failed.setdefault(source, attempt) == attempt:
+            return
         self._refused.add(source)
         self.others = self.others or whole
         if (step := _step_of(source)) in self._stored_steps:
@@ -117,6 +128,10 @@ class TrustedStates:
             self.newest_without_nan = -1
         if self._newest_agreed > step:
             self._newest_agreed = -1
+
+    def recall(self, in_memory: int | None, on_storage: int | None) -> None:
+        """What the launcher before this one knew to be wrong, and had not done away with."""
+        self.wrong_since, self.wrong_stored = in_memory, on_storage
 
     # -- what is left
 
@@ -142,10 +157,10 @@ class TrustedStates:
     def newest_of(self, stores: Iterable[Store]) -> Source | None:
         """The newest state in these that all ranks hold, and may go on from."""
         stores = [*stores]
+        self._kept_step = {held.commits: held.step for store in stores for held in store.snapshots}
         commits = common_commits(stores, self._world_size)
         if self.wrong_since is not None:
-            steps = {held.commits: held.step for store in stores for held in store.snapshots}
-            commits = [each for each in commits if steps[each] <= self.wrong_since]
+            commits = [each for each in commits if self._kept_step[each] <= self.wrong_since]
         if self.doubted:
             commits = [each for each in commits if each <= self.newest]
         usable = (Source("memory", each) for each in commits)

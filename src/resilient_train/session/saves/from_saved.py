@@ -14,6 +14,7 @@ from resilient_train._native import Copier
 from resilient_train.errors import (
     CheckpointError,
     ConfigError,
+    HolderLostError,
     LayoutError,
     ProtocolError,
     TransferError,
@@ -90,8 +91,8 @@ class FromSaved:
             self._link.channel.send(Refused(told))
             self._link.wait_for_the_end()
         except (CheckpointError, ProtocolError, TransferError, VaultError, OSError) as error:
-            whole = isinstance(error, _OtherPartsError)
-            self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}", whole))
+            whole, passing = isinstance(error, _OtherPartsError), isinstance(error, (HolderLostError, OSError))
+            self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}", whole, passing))
             self._link.wait_for_the_end()
         if own.changed:
             self._look_beside(beside(own.changed))

@@ -34,7 +34,7 @@ def lock_of(socket: Path) -> Path:
 
 
 def was_held(run_dir: Path, since_ns: int) -> bool:
-    """Whether a run in this directory that began then (on CLOCK_REALTIME) had a holder of its own."""
+    """Whether a run in this directory that began then (on CLOCK_REALTIME) had a state of all ranks in memory."""
     try:
         return lock_of(socket_path(run_dir)).stat().st_mtime_ns >= since_ns
     except OSError:
@@ -176,6 +176,12 @@ class Vault:
         empty: nothing. ``unless``: see ``frames.LastWork``.
         """
         self._ask(frames.LastWork(work, world, argument, str(unless)), frames.Acknowledged)
+
+    def do_last_work(self) -> int:
+        """Has the holder do what it was left with now. Returns its number, as ``submit`` does."""
+        self._submitted += 1
+        self._wire.send(frames.DoLastWork(self._submitted))
+        return self._submitted
 
     def result(self, number: int, timeout_s: float | None = None) -> bytes | None:
         """What the work with this number gave; None if it is not over after ``timeout_s``. Raises VaultError if it

@@ -12,7 +12,7 @@ import msgspec
 
 from resilient_train.state.vault.record import Snapshot
 
-VERSION = 3
+VERSION = 4
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Size = Annotated[int, msgspec.Meta(gt=0, le=1 << 44)]
 
@@ -99,6 +99,14 @@ class LastWork(msgspec.Struct, tag=True, frozen=True):
     """
 
 
+class DoLastWork(msgspec.Struct, tag=True, frozen=True):
+    """Somebody has come who can't take up what is held, but would if it were on storage: the last work is done now. It
+    stays what it is, and Result answers when it is over, or is impossible.
+    """
+
+    number: int
+
+
 class JobOver(msgspec.Struct, tag=True, frozen=True):
     """The job is over: when its members are gone and work is done, the holder ends without its grace time, or last
     work. Acknowledged answers.
@@ -153,7 +161,10 @@ class Denied(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-ToHolder = Attach | ReserveStore | OpenStores | Adopt | Pin | Unpin | Drop | AskInventory | Submit | LastWork | JobOver
+ToHolder = (
+    Attach | ReserveStore | OpenStores | Adopt | Pin | Unpin | Drop | AskInventory | Submit
+    | LastWork | DoLastWork | JobOver
+)  # fmt: skip
 """Every frame that the holder reads."""
 
 FromHolder = Stores | Inventory | Acknowledged | Result | Denied

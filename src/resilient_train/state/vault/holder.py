@@ -97,6 +97,7 @@ class Holder(Server[frames.ToHolder]):
         self._last = self._tried = _NOTHING
         self._tries = 0
         self._is_in_place: Callable[[], bool] = lambda: True
+        self._mark: Callable[[], None] = lambda: None
         self._index = holdings or SnapshotIndex()
         self._members: set[_Client] = set()
         self._pidfds: dict[_Client, int] = {}
@@ -107,6 +108,7 @@ class Holder(Server[frames.ToHolder]):
     async def run(self, path: Path, claimed: Claimed, ready: Callable[[], None]) -> None:
         """Returns when nobody needs the holder any more. It listens at ``path``; ``ready`` is called once."""
         self._is_in_place = lambda: claimed.is_in_place(path)
+        self._mark = claimed.mark
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_on_bug)
         self._loop.add_signal_handler(signal.SIGTERM, self._make_haste)
@@ -135,17 +137,35 @@ class Holder(Server[frames.ToHolder]):
         last, self._last = self._last, _NOTHING
         if self._finished or not last.work:
             return False
-        if not (self._is_in_place() and _is_free(last.unless)):
-            _say("what is in memory is given up: the run directory is gone, or somebody has begun anew in it")
+        if not self._is_in_place():
+            _say("what is in memory is given up: the run directory is gone, or another one has its name")
             return False
-        stores = self._index.describe()
-        commits = next(iter(common_commits(stores, last.world)), -1)
-        snapshots = [(rank, each.sequence) for rank, each in snapshots_at(stores, last.world, commits).items()]
+        if not _is_free(last.unless):
+            _say("what is in memory is given up: another launcher has begun from something else")
+            return False
+        commits, snapshots = self._newest_of_all(last.world)
         if snapshots:
             _say(f"nobody has come for what is in memory: {last.work}, of update {commits}")
             self._tried, self._tries = last, self._tries + 1
-            self._submit(None, frames.Submit(0, last.work, tuple(sorted(snapshots)), last.argument))
+            self._submit(None, frames.Submit(0, last.work, snapshots, last.argument))
         return self._under_way > 0
+
+    def _newest_of_all(self, world: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """The newest update before which all ranks have a snapshot, and these."""
+        stores = self._index.describe()
+        commits = next(iter(common_commits(stores, world)), -1)
+        held = snapshots_at(stores, world, commits)
+        return commits, tuple(sorted((rank, each.sequence) for rank, each in held.items()))
+
+    def _do_last(self, client: _Client, number: int) -> None:
+        last = self._last
+        commits, snapshots = self._newest_of_all(last.world) if last.work and self._is_in_place() else (-1, ())
+        order = frames.Submit(number, last.work, snapshots, last.argument)
+        if snapshots:
+            _say(f"process {client.peer.pid} asks for what is in memory: {last.work}, of update {commits}")
+            self._submit(client, order)
+        else:
+            self._refuse(client, order, "its job has not said how, or not all of it is there")
 
     async def _nobody_at_the_door(self) -> bool:
         self._news.clear()
@@ -202,6 +222,9 @@ class Holder(Server[frames.ToHolder]):
         if isinstance(frame, frames.Submit):
             self._submit(connection, frame)
             return
+        if isinstance(frame, frames.DoLastWork):
+            self._do_last(connection, frame.number)
+            return
         try:
             reply, descriptors = self._handle(connection, frame)
         except RefusedError as refused:
@@ -237,6 +260,8 @@ class Holder(Server[frames.ToHolder]):
                 return frames.Inventory(os.getpid(), held.describe(), len(self._members), self._under_way), []
             case frames.LastWork():
                 self._last, self._tries = frame, 0
+                if frame.work:
+                    self._mark()
             case frames.JobOver():
                 self._finished = True
         return frames.Acknowledged(), []
@@ -330,6 +355,10 @@ class Claimed(NamedTuple):
         except OSError:
             return False
 
+    def mark(self) -> None:
+        """All ranks' state is in memory, and this was its holder: see ``client.was_held``."""
+        os.utime(self.lock)
+
 
 def claim(path: Path) -> Claimed | None:
     """None if there is a holder already."""
@@ -339,7 +368,7 @@ def claim(path: Path) -> Claimed | None:
     except BlockingIOError:
         os.close(lock)
         return None
-    os.utime(lock)  # see ``client.was_held``
+    os.utime(lock, (0, 0))  # nothing is held yet: see ``Claimed.mark``
     return Claimed(listen(path), lock)  # in place of that of a holder that was killed
 
 
@@ -365,7 +394,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def ready() -> None:
         if options.ready_fd >= 0:
-            os.write(options.ready_fd, b"r")
+            with contextlib.suppress(BrokenPipeError):  # who has started us is gone, and nobody may come
+                os.write(options.ready_fd, b"r")
             os.close(options.ready_fd)
 
     asyncio.run(holder.run(path, claimed, ready))

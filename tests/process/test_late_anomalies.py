@@ -1,9 +1,12 @@
 """A script finds out later that a step was wrong: all go back to what was saved before it."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
-from running import Run, launch
+from running import JOBS, LAUNCHER, Run, finish, launch, start
+from saved_jobs import wait_for
 from shared import Undisturbed
 
 STEPS, AT = 26, 9
@@ -86,6 +89,23 @@ def test_without_arf_too(tmp_path: Path, plain: Run) -> None:
     killed = late(tmp_path / "killed", *arguments, "--killed", "early", MS_ENABLE_TFT="{TRE:1}")
     assert killed.code == 137, killed.explain()
     assert "replacing lost ranks is switched off (MS_ENABLE_TFT has no ARF:1)" in killed.err
+
+
+@pytest.mark.parametrize("kept", [("--save", "4"), SAVES], ids=["storage", "memory"])
+def test_a_launcher_lost_before_all_have_gone_back(tmp_path: Path, plain: Run, kept: tuple[str, ...]) -> None:
+    """What is wrong is the newest that lies there, and the next one knows that."""
+    run_dir = tmp_path / "run"
+    job = [str(JOBS / "late.py"), str(STEPS), *kept, *WRONG, "--once", "--look", "5"]
+    command = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(run_dir), *job]
+    with start(command, **ON) as process:
+        wait_for(run_dir, process, "restart_all")
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+    run = finish(command, run_dir, **ON)
+    assert run.code == 0, run.explain()
+    assert run.of("restored")[0]["detail"]["commits"] <= AT, run.explain()
+    assert digests(run) == digests(plain)
+    assert not (run_dir / "distrusted.json").exists()
 
 
 def test_what_a_script_does_for_good_at_some_step(tmp_path: Path, undisturbed_of: Undisturbed) -> None:

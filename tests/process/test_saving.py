@@ -150,6 +150,53 @@ def test_what_is_in_memory_alone_comes_to_storage(run_dir: Path, undisturbed: Re
     assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
 
 
+def test_another_number_of_ranks_has_what_was_in_memory_alone(run_dir: Path) -> None:
+    """It comes to storage first. Where it can't, nobody begins beside it."""
+    in_memory = ("--save-mode", '{"steps": 400, "memory_steps": 2}', "--pace", str(run_dir / "fast"))
+    with start(command(run_dir, *in_memory)) as process:
+        wait_for_step(run_dir, 7)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+    (run_dir / "fast").touch()
+    (run_dir / "checkpoints").write_text("in the way")
+    refused = launch(run_dir, "train.py", "--steps", str(STEPS), *in_memory, ranks=RANKS - 1)
+    assert refused.code == 2, refused.explain()
+    assert f"start {RANKS} ranks, or end its holder (kill {holder_pid(run_dir)})" in refused.err, refused.explain()
+    assert not refused.of("started")
+    (run_dir / "checkpoints").unlink()
+    run = launch(run_dir, "train.py", "--steps", str(STEPS), *in_memory, ranks=RANKS - 1)
+    assert run.code == 0, run.explain()
+    (step,) = saved_steps(run_dir)
+    assert step >= 4
+    assert f"memory has update {step} of {RANKS} ranks: it is written to storage first" in run.err, run.explain()
+    assert [event["detail"]["step"] for event in run.of("started")] == [step], run.explain()
+    assert len({digest for digest, _ in run.digests().values()}) == 1
+
+
+def test_a_holder_lost_when_all_come_for_what_it_has(run_dir: Path, undisturbed: Reference) -> None:
+    """That they can't reach it says nothing of the state."""
+    in_memory = ("--save-mode", '{"steps": 400, "memory_steps": 2}', "--pace", str(run_dir / "fast"))
+    hold = run_dir / "hold"
+    with start(command(run_dir, *in_memory, "--hold", str(hold))) as process:
+        wait_for_step(run_dir, 7)
+        hold.touch()
+        holding = holder_pid(run_dir)
+        kill_together(process, [pid_of(run_dir, rank) for rank in range(RANKS)])
+        os.kill(process.pid, signal.SIGCONT)
+        wait_for(run_dir, process, "restart_all")
+        os.kill(holding, signal.SIGKILL)
+        wait(lambda: gone(holding), "the holder did not end")
+        hold.unlink()
+        (run_dir / "fast").touch()
+        out, err = process.communicate(timeout=60)
+    run = Run(run_dir, process.returncode, out, err, read_events(run_dir))
+    assert run.code == 0, run.explain()
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
+    assert len(run.of("restart_all")) == 2, run.explain()
+    assert "begin anew" not in run.err, run.explain()
+    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
+
+
 def saved_steps(run_dir: Path) -> list[int]:
     """All of which are whole."""
     found = sorted((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))

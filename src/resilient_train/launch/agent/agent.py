@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import shlex
 import signal
 import time
 import traceback
@@ -183,9 +184,8 @@ class Agent:
             await asyncio.gather(saved, self._anomaly_files.finish(timeout_s))
             if self._ending is not None and self._ending.code and (left := await self._saves.start.left()):
                 first = "once that is mended and it is started" if self._ending.code == EXIT_WRONG_INPUT else "started"
-                self._say(
-                    f"{first} again with --run-dir {self._spec.run_dir}, the job goes on from {left}{self._doubtful}"
-                )
+                where = shlex.quote(str(self._spec.run_dir))
+                self._say(f"{first} again with --run-dir {where}, the job goes on from {left}{self._doubtful}")
         finally:
             logs.cancel()
             self._pool.close()

@@ -8,6 +8,8 @@ import contextlib
 import importlib.machinery
 import itertools
 import os
+import re
+import shlex
 import signal
 import stat
 import sys
@@ -97,6 +99,7 @@ def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
     from torch.distributed import run as torchrun
 
     args = _parser().parse_args(argv)
+    _check_numbers(args)
     settings = config.read_settings(
         run_dir=args.run_dir, faults=args.faults, standby=args.standby, standby_depth=args.standby_depth
     )
@@ -117,8 +120,6 @@ def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
         raise ConfigError(f"--log-dir: {error}") from None
     if launch.max_nodes > 1:
         return args
-    if not 0 <= (args.master_port or 0) <= _LAST_PORT:
-        raise ConfigError(f"--master-port {args.master_port}: ports are 0 (any that is free) to {_LAST_PORT}")
     if launch.nproc_per_node < 1:
         raise ConfigError(f"--nproc-per-node {args.nproc_per_node} gives {launch.nproc_per_node} ranks")
     if args.run_dir == "":
@@ -168,6 +169,17 @@ def _policy(settings: config.Settings, switches: Switches, max_restarts: int | N
         save_last=switches.ttp,
         pause=switches.tsp,
     )
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    if args.standby is not None and args.standby < 0:
+        raise ConfigError(f"--standby {args.standby}: it is 0 (no process stands by) or more")
+    if not re.fullmatch(r"[0-9]+(:[0-9]+)?", args.nnodes):
+        raise ConfigError(
+            f"--nnodes {args.nnodes}: it is a number of nodes, or the smallest and the largest, as in 1:4"
+        )
+    if not 0 <= (args.master_port or 0) <= _LAST_PORT:
+        raise ConfigError(f"--master-port {args.master_port}: ports are 0 (any that is free) to {_LAST_PORT}")
 
 
 def _check_script(args: argparse.Namespace) -> None:
@@ -461,10 +473,15 @@ def _sum_up(job: JobSpec, code: int, console: Console) -> None:
     try:
         events = _whole(job.run_dir / EVENTS_FILE)
         if code != EXIT_WRONG_INPUT or any(event.kind == "started" for event in events):
-            told = f"{summary(events, code)}. Logs: {job.log_dir}; all of it: resilient-train report {job.run_dir}"
+            report = f"resilient-train report {shlex.quote(str(job.run_dir))}"
+            told = f"{summary(events, code)}. Logs: {job.log_dir}; all of it: {report}"
             if short := missed(events, parse_plan(job.settings.faults)):
                 console.say(line(short))
             console.say(line(told))
+    except FileNotFoundError:
+        gone = f"{job.run_dir} was moved or removed while the job ran, with its events and what it had saved"
+        console.say(line(f"ended with exit code {code}; {gone}"))
+        return
     except Exception as error:
         console.say(
             line(f"ended with exit code {code}; what became of the run can't be told from its events: {error!r}")

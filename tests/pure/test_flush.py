@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pure.checkpoint_rig import holds, image, own, pieces
+from pure.checkpoint_rig import holds, image, own, pieces, write
 from resilient_train.errors import ProtocolError
 from resilient_train.state.checkpoint.libraries import libraries_here
+from resilient_train.state.checkpoint.manifest import Kind
 from resilient_train.state.checkpoint.restore import read_checkpoint
 from resilient_train.state.checkpoint.verify import verify
 from resilient_train.state.digest import chunk_digests
@@ -37,8 +38,13 @@ def part(rank: int, fingerprint: int) -> PinnedSnapshot:
     return PinnedSnapshot(snapshot, region)
 
 
-def written(folder: Path, *fingerprints: int, groups: tuple[tuple[int, ...], ...] = ((0,), (1,))) -> Flushed:
-    job = Flush(str(folder), LEFT, LEFT, groups, libraries_here(), 1, savers=groups)
+def written(
+    folder: Path,
+    *fingerprints: int,
+    groups: tuple[tuple[int, ...], ...] = ((0,), (1,)),
+    wrong_since: int | None = None,
+) -> Flushed:
+    job = Flush(str(folder), LEFT, LEFT, groups, libraries_here(), 1, savers=groups, wrong_since=wrong_since)
     parts = tuple(part(rank, fingerprint) for rank, fingerprint in enumerate(fingerprints))
     return msgspec.msgpack.decode(flush(WorkOrder(parts, msgspec.msgpack.encode(job))), type=Flushed)
 
@@ -62,11 +68,20 @@ def test_it_is_whole_and_older_ones_stay(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("there", ["step_12", "step_13", "ttp_saved_checkpoints-step_12"])
-def test_one_as_new_on_storage_stays_as_it_is(tmp_path: Path, there: str) -> None:
-    (tmp_path / "checkpoints" / there).mkdir(parents=True)
+@pytest.mark.parametrize(("step", "kind"), [(12, "periodic"), (13, "periodic"), (12, "ttp")])
+def test_one_as_new_on_storage_stays_as_it_is(tmp_path: Path, step: int, kind: Kind) -> None:
+    there = write(tmp_path / "checkpoints", step, kind=kind)
     assert written(tmp_path / "checkpoints", 5, 6).path == ""
-    assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == [there]
+    assert [*(tmp_path / "checkpoints").iterdir()] == [there]
+
+
+@pytest.mark.parametrize("step", [12, 13])
+def test_one_that_is_damaged_or_wrong_is_not_in_the_way(tmp_path: Path, step: int) -> None:
+    damaged = write(tmp_path / "damaged", step)
+    (damaged / "manifest.json").unlink()
+    assert verify(Path(written(tmp_path / "damaged", 5, 6).path)).ok
+    write(tmp_path / "wrong", 13)
+    assert verify(Path(written(tmp_path / "wrong", 5, 6, wrong_since=12).path)).ok
 
 
 def test_a_run_directory_that_was_taken_away_is_not_made_again(tmp_path: Path) -> None:

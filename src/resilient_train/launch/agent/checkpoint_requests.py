@@ -63,9 +63,11 @@ class CheckpointRequests:
         note: Teller,
         settle: Callable[[int], None],
         begin_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        clean: Callable[[], None],
     ) -> None:
         """``settle`` is told of an update when all checkpoints up to it are over and done with, written or not.
-        ``begin_task``: what goes on in the background, with somebody to look at its end.
+        ``begin_task``: what goes on in the background, with somebody to look at its end. ``clean`` is told when nothing
+        that is wrong is on storage any more.
         """
         self._folder = folder
         self._keep = keep
@@ -75,6 +77,7 @@ class CheckpointRequests:
         self._note = note
         self._settle = settle
         self._begin_task = begin_task
+        self._clean = clean
         self._libraries = libraries_here()  # now: it opens files, and there may be no descriptors when it is asked for
         self.under_way: PendingCheckpoint | None = None
         self.aside: asyncio.Task[None] | None = None
@@ -131,9 +134,9 @@ class CheckpointRequests:
         """Writes what is in memory when a job ends that has not saved it. Nothing else is done by then."""
         self._submit(self._left(groups), ranks)
 
-    def left(self, groups: Groups) -> bytes:
+    def left(self, groups: Groups, wrong_since: int | None = None) -> bytes:
         """What is to be written if nobody is there any more to say what: see ``HeldSnapshots.leave``."""
-        return msgspec.msgpack.encode(self._left(groups))
+        return msgspec.msgpack.encode(msgspec.structs.replace(self._left(groups), wrong_since=wrong_since))
 
     def _left(self, groups: Groups) -> Flush:
         job = self._job(Captured(LEFT, LEFT, 0, store=True), groups, groups)
@@ -251,6 +254,7 @@ class CheckpointRequests:
             self._troubles.tell("wrong_stay", None, reason)
         elif self._states.wrong_stored == since:
             self._states.wrong_stored = None
+            self._clean()
         self.over(0)
         self._go_on()
 

@@ -32,6 +32,8 @@ _REPLY_TIMEOUT_S = 2.0
 """The agent does not wait for the holder for long: it has recoveries to carry out."""
 _ASK_AGAIN_S = 30.0
 _LOOK_S = 0.1
+_ANSWERS_S = 5.0
+"""So often a holder that works is asked whether it is there: it may be stopped."""
 
 
 class OfOtherRanks(NamedTuple):
@@ -74,7 +76,7 @@ class HeldSnapshots:
         self._kept: dict[int, list[Control]] = {}
         """The memory of each rank."""
         self._ask_again_s = 0.0
-        self._last_work: bytes | None = None
+        self._last_work: tuple[bytes, int] | None = None
         """What the holder is left with, see ``leave``; None: with whatever another launcher has left it with."""
         self._pins: Vault | None = None
         """By which one of them stays until all have gone back to it."""
@@ -152,7 +154,7 @@ class HeldSnapshots:
                 if records := vault.records(rank):
                     self._kept[rank] = records
             if self._last_work is not None:
-                self._leave(vault, self._last_work)
+                self._leave(vault, *self._last_work)
         except VaultError:
             vault.close()
             raise
@@ -162,19 +164,19 @@ class HeldSnapshots:
         self._listened = vault.fileno()
         asyncio.get_running_loop().add_reader(self._listened, self._heard)
 
-    def leave(self, last_work: bytes) -> None:
+    def leave(self, last_work: bytes, until: int = -1) -> None:
         """A Flush of whatever is in memory when all processes of the job are gone, and nobody has started it again in
-        time; empty: what is there is not to be trusted.
+        time; empty: what is there is not to be trusted. ``until``: but what is from behind that step.
         """
-        if self._last_work == last_work:
+        if self._last_work == (last_work, until):
             return
-        self._last_work = last_work
+        self._last_work = (last_work, until)
         if self.vault is not None:
             with contextlib.suppress(VaultError):  # it is told when it is found again, or the next one is
-                self._leave(self.vault, last_work)
+                self._leave(self.vault, last_work, until)
 
-    def _leave(self, vault: Vault, last_work: bytes) -> None:
-        vault.leave(WORK if last_work else "", self._world_size, last_work, self._run_dir / LOCK)
+    def _leave(self, vault: Vault, last_work: bytes, until: int) -> None:
+        vault.leave(WORK if last_work else "", self._world_size, last_work, self._run_dir / LOCK, until)
 
     def let_go(self) -> None:
         """The holder need not stay for this process."""
@@ -219,7 +221,9 @@ class HeldSnapshots:
             return self._states.newest_of(self._inventory().stores)
         except HolderSilentError:
             raise
-        except VaultError:  # there is none
+        except VaultError as error:  # there is none
+            if self._kept:  # but the next one has it all
+                raise HolderSilentError(str(error)) from None
             return None
 
     def is_there(self) -> bool:
@@ -248,25 +252,50 @@ class HeldSnapshots:
         return parts if len(parts) == self._world_size else {}
 
     def of_other_ranks(self) -> OfOtherRanks | None:
-        """What a job of another number of ranks has left in memory; None: nothing is seen."""
+        """What a job of another number of ranks has left in memory, whose holder stays; None: nothing is seen."""
         if not socket_path(self._run_dir).exists():
             return None
         with contextlib.suppress(VaultError):
             held = self._inventory()
             worlds = {each.world for store in held.stores for each in store.snapshots} - {self._world_size}
-            found = [(commits, world) for world in worlds for commits in common_commits(held.stores, world)[:1]]
+            newest = ((world, common_commits(held.stores, world, self._until())[:1]) for world in worlds)
+            found = [(commits[0], world) for world, commits in newest if commits]
+            if found and self.vault is None:
+                self._keep_to(self._connect(member=True))
             return OfOtherRanks(*max(found), held.pid) if found else None
         return None
 
-    async def store_of_other_ranks(self) -> str:
+    def _until(self) -> int:
+        return -1 if self._states.wrong_since is None else self._states.wrong_since
+
+    def is_empty(self) -> bool:
+        """Nothing is in memory, wrong or right, for all that is seen."""
+        if not socket_path(self._run_dir).exists():
+            return not self._kept
+        try:
+            return not any(store.snapshots for store in self._inventory().stores)
+        except HolderSilentError:
+            return False
+        except VaultError:  # there is none
+            return not self._kept
+
+    async def store_of_other_ranks(self, patience_s: float) -> str:
         """Has it written to storage, as its job has left word how. Returns why that is impossible; empty: it is there,
-        or a newer one.
+        or a newer one. ``patience_s``: for a holder that does not answer.
         """
+        answered = time.monotonic()
         try:
             with contextlib.closing(self._connect(member=False)) as vault:
-                number = vault.do_last_work()
-                while vault.result(number, 0) is None:  # noqa: ASYNC110 - see Vault: it has a descriptor, and no event
+                number = vault.do_last_work(self._until())
+                while vault.result(number, 0) is None:
                     await asyncio.sleep(_LOOK_S)
+                    if time.monotonic() > answered + _ANSWERS_S:
+                        try:
+                            self._inventory()
+                            answered = time.monotonic()
+                        except HolderSilentError:
+                            if time.monotonic() > answered + patience_s:
+                                raise
         except VaultError as error:
             return str(error)
         return ""
@@ -274,7 +303,7 @@ class HeldSnapshots:
     @property
     def comes_to_storage(self) -> bool:
         """What is in memory, where nobody comes for it."""
-        return bool(self._last_work)
+        return self._last_work is not None and bool(self._last_work[0])
 
     def may_write(self) -> bool:
         """Whether something may yet land on storage: the holder has work, also what it was given by somebody who has

@@ -52,7 +52,7 @@ class Saves:
         self._snapshots = HeldSnapshots(run_dir, world_size, states, self._hear, self._lost)
         self._troubles = SaveTroubles(note, say)
         self._requests = CheckpointRequests(
-            self._folder, keep, states, self._snapshots, self._troubles, note, settle, begin_task
+            self._folder, keep, states, self._snapshots, self._troubles, note, settle, begin_task, self._write_down
         )
         self.start = StartingState(self._folder, states, self._snapshots, self._requests, self._troubles, note, say)
         self._captured: dict[int, dict[int, Captured]] = {}
@@ -83,7 +83,8 @@ class Saves:
         self.states.distrust(step)
         self._write_down()
         self._requests.distrust(step)
-        self._snapshots.leave(b"")
+        trusted = self._groups and not self.states.doubted
+        self._snapshots.leave(self._requests.left(self._groups, step) if trusted else b"", step)
 
     def _write_down(self) -> None:
         """What is wrong, for a launcher after this one."""
@@ -126,6 +127,7 @@ class Saves:
         """A rank's snapshot is complete. The last one of all sends the checkpoint on its way."""
         if self.states.going_back:
             return
+        self._write_down()
         if frame.sequence:
             self._snapshots.keep(rank, frame.sequence)
         ranks = self._captured.setdefault(frame.commits, {})
@@ -225,6 +227,8 @@ class Saves:
             finally:
                 self._write_down()
                 self._snapshots.let_go()
+        else:
+            self._write_down()
 
     async def _store_from_memory(self) -> None:
         """Where the job's last state is nowhere but in memory, and no rank is left to save it (all were starting from
@@ -246,6 +250,8 @@ class Saves:
 
     async def _holder_stays(self, *, failed: bool) -> bool:
         """Whether the job's last state is nowhere but in memory."""
+        if self.start.others is not None:
+            return True
         since, unsaved = self.states.wrong_since, self._requests.last_failed
         if since is not None:
             if not self._snapshots.discard(lambda each: each.step > since):

@@ -75,6 +75,8 @@ class StartingState:
         """None: the script's own."""
         self._is_first = True
         """Nothing has been chosen yet."""
+        self.others: OfOtherRanks | None = None
+        """What memory has of another number of ranks, and nobody could go on from: it is newer than all else."""
 
     async def choose(self, *, needed: bool = False) -> str:
         """Sets ``source``. Returns why that is impossible: there may be checkpoints, but the storage does not let us
@@ -86,13 +88,18 @@ class StartingState:
         self._requests.begin_anew()
         self.source = None
         try:
+            if self._is_first:  # later there is nothing that is newer than what all have begun from
+                self.others = self._snapshots.of_other_ranks()
+                self._is_first = False
             seen = await self._found(_PATIENCE_S if needed else 0)
-            others, self._is_first = self._snapshots.of_other_ranks() if self._is_first else None, False
-            if others is not None and _is_older(seen.newest, others.commits):
-                reason = await self._have_stored(others)
+            if self.others is not None and _is_older(seen.newest, self.others.commits):
+                reason = await self._have_stored(self.others)
                 seen = await self._found(0)
-                if _is_older(seen.newest, others.commits):
-                    return _not_stored(others, reason or "one of that step lies there, and is damaged")
+                if _is_older(seen.newest, self.others.commits):
+                    return _not_stored(self.others, reason or f"what lies in {self._folder} stands in its way")
+            self.others = None
+            if not needed:
+                self._forget_what_is_gone(seen)
             return self._take(seen, needed=needed)
         finally:
             self._states.going_back = False
@@ -106,7 +113,14 @@ class StartingState:
             f"memory has update {others.commits} of {others.world} ranks: it is written to storage first, from where "
             "another number can go on"
         )
-        return await self._snapshots.store_of_other_ranks()
+        return await self._snapshots.store_of_other_ranks(_PATIENCE_S)
+
+    def _forget_what_is_gone(self, seen: _Seen) -> None:
+        """Nothing is wrong of what is not there: a machine has been started anew, say."""
+        if not seen.silent and self._snapshots.is_empty():
+            self._states.wrong_since = None
+        if seen.at_rest and not seen.stored.unreadable and not seen.stored.steps:
+            self._states.wrong_stored = None
 
     async def _found(self, patience_s: float) -> _Seen:
         """``patience_s``: for storage. A holder that does not answer is waited for at a job's start as well: nothing is
@@ -235,6 +249,10 @@ class StartingState:
         """What a job that is started again in this run directory would go on from, for people; empty if nothing is seen
         to be there. Of equal ones that on storage: people may look at it.
         """
+        if self.others is not None:
+            with_them = f"update {self.others.commits} with {self.others.world} ranks (in memory)"
+            stored = await self._seen_on_storage()
+            return with_them + (f", with another number from {_described(stored)}" if stored is not None else "")
         memory = None
         if self._requests.last_failed or self._snapshots.vault is None:
             with contextlib.suppress(HolderSilentError):

@@ -16,6 +16,9 @@ from resilient_train.state.vault.client import common_commits
 from resilient_train.state.vault.frames import Store
 from resilient_train.state.vault.slots import SLOTS
 
+_TRIES = 3
+"""Of taking up a state that can't be reached."""
+
 
 class TrustedStates:
     """See the module's text."""
@@ -50,8 +53,8 @@ class TrustedStates:
         self._stored_steps: deque[int] = deque(maxlen=keep)
         """Of the newest checkpoints that this run has written, or begun with."""
         self._refused: set[Source] = set()
-        self._failed: dict[Source, int] = {}
-        """What could not be taken up for a reason that may pass, and in which attempt."""
+        self._failed: dict[Source, set[int]] = {}
+        """What could not be taken up for a reason that may pass, and in which attempts since the newest state."""
         self._kept_step: dict[int, int] = {}
         """The steps of what memory holds, by update."""
 
@@ -61,6 +64,7 @@ class TrustedStates:
         """All ranks have a new snapshot, and replicas the same."""
         self.newest = max(self.newest, commits)
         self._kept_steps.append(step)
+        self._failed.clear()
         self.memory_clean()
 
     def memory_clean(self) -> None:
@@ -101,9 +105,11 @@ class TrustedStates:
 
     def refuse(self, source: Source, *, whole: bool, passing: bool, attempt: int) -> None:
         """A rank could not take this source up. ``whole``: it could, if the model were divided as it was. ``passing``:
-        that says nothing of the source, so the next attempt tries it once more.
+        that says nothing of the source, so it is tried ``_TRIES`` times.
         """
-        if passing and self._failed.setdefault(source, attempt) == attempt:
+        failed = self._failed.setdefault(source, set())
+        failed.add(attempt)
+        if passing and len(failed) < _TRIES:
             return
         self._refused.add(source)
         self.others = self.others or whole

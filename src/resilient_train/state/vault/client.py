@@ -171,16 +171,18 @@ class Vault:
         self._wire.send(frames.Submit(self._submitted, work, tuple(snapshots), argument))
         return self._submitted
 
-    def leave(self, work: str, world: int, argument: bytes = b"", unless: Path = Path(os.devnull)) -> None:
+    def leave(
+        self, work: str, world: int, argument: bytes = b"", unless: Path = Path(os.devnull), until: int = -1
+    ) -> None:
         """What the holder is to do if nobody comes for what it holds, in place of what it was told before. ``work``
-        empty: nothing. ``unless``: see ``frames.LastWork``.
+        empty: nothing. ``unless``, ``until``: see ``frames.LastWork``.
         """
-        self._ask(frames.LastWork(work, world, argument, str(unless)), frames.Acknowledged)
+        self._ask(frames.LastWork(work, world, argument, str(unless), until), frames.Acknowledged)
 
-    def do_last_work(self) -> int:
+    def do_last_work(self, until: int = -1) -> int:
         """Has the holder do what it was left with now. Returns its number, as ``submit`` does."""
         self._submitted += 1
-        self._wire.send(frames.DoLastWork(self._submitted))
+        self._wire.send(frames.DoLastWork(self._submitted, until))
         return self._submitted
 
     def result(self, number: int, timeout_s: float | None = None) -> bytes | None:
@@ -268,14 +270,16 @@ class _GoneError(VaultError):
     """There is no such snapshot."""
 
 
-def common_commits(stores: Iterable[frames.Store], world: int) -> list[int]:
+def common_commits(stores: Iterable[frames.Store], world: int, until: int = -1) -> list[int]:
     """The updates at which *all* ranks 0..world-1 have a complete snapshot, newest first: a job can restore from
-    those.
+    those. ``until``: none from behind this step counts.
     """
     held: dict[int, set[int]] = {rank: set() for rank in range(world)}
     for store in stores:
         held.setdefault(store.rank, set()).update(
-            snapshot.commits for snapshot in store.snapshots if snapshot.world == world
+            snapshot.commits
+            for snapshot in store.snapshots
+            if snapshot.world == world and (until < 0 or snapshot.step <= until)
         )
     return sorted(set.intersection(*(held[rank] for rank in range(world))), reverse=True)
 

@@ -16,7 +16,7 @@ from resilient_train.state.checkpoint.draft import CheckpointDraft
 from resilient_train.state.checkpoint.files import storing
 from resilient_train.state.checkpoint.manifest import FileEntry, Kind, rank_name
 from resilient_train.state.checkpoint.retention import retain
-from resilient_train.state.checkpoint.verify import candidates
+from resilient_train.state.checkpoint.verify import newest_complete
 from resilient_train.state.nan import NanFound, tensors_with_nan
 from resilient_train.state.vault import trailer
 from resilient_train.state.vault.holder_work import PinnedSnapshot, WorkOrder
@@ -45,6 +45,8 @@ class Flush(msgspec.Struct, frozen=True, array_like=True):
     reason: str = "save_every"
     agreed_step: int = -1
     """The newest checkpoint that is not of a later step stays too; -1: none has to."""
+    wrong_since: int | None = None
+    """Of whatever is there: what storage has from behind this step is wrong."""
 
     def writers(self) -> list[int]:
         """All savers, by group."""
@@ -75,7 +77,7 @@ def flush(order: WorkOrder) -> bytes:
     is_left = job.commits == LEFT
     if is_left:
         newest = order.parts[0].snapshot
-        if not _is_wanted(Path(job.folder), newest.step):
+        if not _is_wanted(Path(job.folder), newest.step, job.wrong_since):
             return msgspec.msgpack.encode(Flushed("", 0, False, ""))
         job = msgspec.structs.replace(job, step=newest.step, commits=newest.commits)
     for snapshot, _ in order.parts:
@@ -99,11 +101,12 @@ def flush(order: WorkOrder) -> bytes:
     return msgspec.msgpack.encode(Flushed(str(path), size_bytes, all(direct), untidy, nan))
 
 
-def _is_wanted(folder: Path, step: int) -> bool:
-    """Not where storage has it, or a newer one; nor where somebody has taken the run directory away."""
+def _is_wanted(folder: Path, step: int, wrong_since: int | None) -> bool:
+    """Not where storage has it, or a newer one that looks whole; nor where the run directory has been taken away."""
     with storing(folder):
-        stored = [name.step for name, _ in candidates(folder) if not name.suffix]
-    return folder.parent.is_dir() and all(each < step for each in stored)
+        stored = newest_complete(folder, digests=False, wrong_since=wrong_since).report
+    newest = stored.manifest.step if stored is not None and stored.manifest is not None else -1
+    return folder.parent.is_dir() and newest < step
 
 
 def _compare(order: WorkOrder, job: Flush) -> None:

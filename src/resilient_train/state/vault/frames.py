@@ -97,14 +97,17 @@ class LastWork(msgspec.Struct, tag=True, frozen=True):
     """A file: nothing is done where it is gone, or somebody has a lock on it: another launcher, which has begun from
     something else.
     """
+    until: int = -1
+    """A step: snapshots from behind it are wrong, and don't count. -1: none is."""
 
 
 class DoLastWork(msgspec.Struct, tag=True, frozen=True):
     """Somebody has come who can't take up what is held, but would if it were on storage: the last work is done now. It
-    stays what it is, and Result answers when it is over, or is impossible.
+    stays what it is, and Result answers when it is over, or is impossible. ``until``: as in LastWork, known since.
     """
 
     number: int
+    until: int = -1
 
 
 class JobOver(msgspec.Struct, tag=True, frozen=True):

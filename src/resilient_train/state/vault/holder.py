@@ -143,24 +143,27 @@ class Holder(Server[frames.ToHolder]):
         if not _is_free(last.unless):
             _say("what is in memory is given up: another launcher has begun from something else")
             return False
-        commits, snapshots = self._newest_of_all(last.world)
+        commits, snapshots = self._newest_of_all(last.world, last.until)
         if snapshots:
             _say(f"nobody has come for what is in memory: {last.work}, of update {commits}")
             self._tried, self._tries = last, self._tries + 1
             self._submit(None, frames.Submit(0, last.work, snapshots, last.argument))
         return self._under_way > 0
 
-    def _newest_of_all(self, world: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+    def _newest_of_all(self, world: int, until: int) -> tuple[int, tuple[tuple[int, int], ...]]:
         """The newest update before which all ranks have a snapshot, and these."""
         stores = self._index.describe()
-        commits = next(iter(common_commits(stores, world)), -1)
+        commits = next(iter(common_commits(stores, world, until)), -1)
         held = snapshots_at(stores, world, commits)
         return commits, tuple(sorted((rank, each.sequence) for rank, each in held.items()))
 
-    def _do_last(self, client: _Client, number: int) -> None:
-        last = self._last
-        commits, snapshots = self._newest_of_all(last.world) if last.work and self._is_in_place() else (-1, ())
-        order = frames.Submit(number, last.work, snapshots, last.argument)
+    def _do_last(self, client: _Client, asked: frames.DoLastWork) -> None:
+        last, commits = self._last, -1
+        snapshots: tuple[tuple[int, int], ...] = ()
+        if last.work and self._is_in_place():
+            known = [until for until in (last.until, asked.until) if until >= 0]
+            commits, snapshots = self._newest_of_all(last.world, min(known, default=-1))
+        order = frames.Submit(asked.number, last.work, snapshots, last.argument)
         if snapshots:
             _say(f"process {client.peer.pid} asks for what is in memory: {last.work}, of update {commits}")
             self._submit(client, order)
@@ -223,7 +226,7 @@ class Holder(Server[frames.ToHolder]):
             self._submit(connection, frame)
             return
         if isinstance(frame, frames.DoLastWork):
-            self._do_last(connection, frame.number)
+            self._do_last(connection, frame)
             return
         try:
             reply, descriptors = self._handle(connection, frame)

@@ -21,11 +21,41 @@ def test_what_all_ranks_hold_and_nobody_has_refused() -> None:
     states = TrustedStates(2, keep=2)
     stores = held((7, 6, 5), (6, 5))
     assert states.newest_of(stores) == Source("memory", 6)
-    states.refuse(Source("memory", 6), whole=False)
+    states.refuse(Source("memory", 6), whole=False, passing=False, attempt=0)
     assert states.newest_of(stores) == Source("memory", 5)
-    states.refuse(Source("memory", 5), whole=True)
+    states.refuse(Source("memory", 5), whole=True, passing=False, attempt=0)
     assert states.newest_of(stores) is None
     assert states.why_not_anew().startswith("nothing of it is on storage")
+
+
+def test_what_cannot_be_reached_is_tried_again() -> None:
+    """Several ranks of one attempt may say so."""
+    states, source = TrustedStates(2, keep=2), Source("memory", 6)
+    stores = held((6, 5), (6, 5))
+    for attempt in (0, 0, 1):
+        states.refuse(source, whole=False, passing=True, attempt=attempt)
+        assert states.newest_of(stores) == source
+    states.equal(7, 14)
+    for attempt in (2, 3):
+        states.refuse(source, whole=False, passing=True, attempt=attempt)
+        assert states.newest_of(stores) == source
+    states.refuse(source, whole=False, passing=True, attempt=4)
+    assert states.newest_of(stores) == Source("memory", 5)
+
+
+def test_what_all_have_begun_from_in_memory_is_known_to_be_there() -> None:
+    states = TrustedStates(2, keep=2)
+    states.begun_with(states.newest_of(held((6, 5), (6, 5))))
+    assert states.kept_before(20) == 12
+    assert states.kept_before(11) == -1
+
+
+def test_what_the_launcher_before_knew_to_be_wrong() -> None:
+    states, stores = TrustedStates(2, keep=2), held((6, 5), (6, 5))
+    states.recall(11, None)
+    assert (states.newest_of(stores), states.going_back) == (Source("memory", 5), False)
+    states.recall(None, 11)
+    assert states.newest_of(stores) == Source("memory", 6)
 
 
 def test_trust_that_is_taken_comes_back_with_a_new_snapshot() -> None:
@@ -64,7 +94,7 @@ def test_checkpoints_that_are_known() -> None:
     assert states.newest_without_nan == -1
     states.begun_with(Source("storage", 4, "checkpoints/step_8"))
     assert states.stored_before(9)
-    states.refuse(Source("storage", 4, "checkpoints/step_8"), whole=False)
+    states.refuse(Source("storage", 4, "checkpoints/step_8"), whole=False, passing=False, attempt=0)
     assert not states.stored_before(9)
 
 
@@ -81,7 +111,7 @@ def test_the_newest_from_before_replicas_agreed_stays() -> None:
     assert (states.agreed_commits, states.agreed_step) == (9, 9), "the rest is of a history that is left"
     states.stored(11, nan=False)
     assert states.stored_before(9)
-    states.refuse(Source("storage", 9, "checkpoints/step_9"), whole=False)
+    states.refuse(Source("storage", 9, "checkpoints/step_9"), whole=False, passing=False, attempt=0)
     assert not states.stored_before(9)
 
 

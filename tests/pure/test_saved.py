@@ -81,6 +81,8 @@ def test_a_run_that_goes_on_from_an_earlier_one():
     assert "passed over: runs/1/checkpoints/step_9: a digest is wrong" in text
     assert saved_of(*events, ended(900, 10)).lost_at_end == 2
     assert saved_of(*events, ended(900, 10), written(950, 9)).lost_at_end == 1, "from memory, in the end"
+    left = at(950, "left_in_memory", commits=9)
+    assert saved_of(*events, ended(900, 10), left).lost_at_end == 1, "it will be, and is there for the next launcher"
     assert saved_of(*events, ended(900, 8)).lost_at_end == 0
 
 

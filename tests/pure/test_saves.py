@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from pure.silent_holder import silent_holder
 from resilient_train.errors import HolderLostError, HolderSilentError
 from resilient_train.events import now
 from resilient_train.launch.agent import held_snapshots, starting_state, stored_checkpoints, trusted_states
+from resilient_train.launch.agent.distrust_record import FILE, Distrusted, DistrustRecord
 from resilient_train.launch.agent.held_snapshots import HeldSnapshots
 from resilient_train.launch.agent.saves import Saves
 from resilient_train.launch.agent.stored_checkpoints import Stored
@@ -339,7 +341,29 @@ def test_what_is_wrong_since_a_step_is_no_source(tmp_path: Path, monkeypatch: py
     assert not choose(each)
     assert each.start.source == Source("memory", 6), "it is a new one"
     each.distrust(9)
-    assert choose(each) == "no saved state is left that is from before step 9"
+    assert choose(each).startswith("no saved state is left that is from before step 9")
+
+
+def test_what_the_launcher_before_knew_to_be_wrong_is_passed_over_until_it_is_gone(tmp_path: Path) -> None:
+    DistrustRecord(tmp_path).write(Distrusted(in_memory=9, on_storage=9))
+    wrong = checkpoint_rig.write(tmp_path / CHECKPOINTS, 12)
+    for _ in range(2):
+        assert choose(saves(tmp_path)).startswith("no saved state is left that is from before step 9: take the ")
+        assert DistrustRecord(tmp_path).held == Distrusted(on_storage=9), "nothing is in memory"
+    right = checkpoint_rig.write(tmp_path / CHECKPOINTS, 8)
+    each = saves(tmp_path)
+    assert not choose(each)
+    assert each.start.source == Source("storage", 8, str(right))
+    assert not wrong.exists()
+    assert wrong.with_name("wrong_step_12").exists()
+    assert not (tmp_path / FILE).exists()
+
+    DistrustRecord(tmp_path).write(Distrusted(in_memory=9, on_storage=9))
+    shutil.rmtree(tmp_path / CHECKPOINTS)
+    each = saves(tmp_path)
+    assert not choose(each)
+    assert each.start.source is None
+    assert not (tmp_path / FILE).exists()
 
 
 class Holding:

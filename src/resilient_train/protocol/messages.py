@@ -88,7 +88,7 @@ class Unrestorable(msgspec.Struct, tag="unrestorable", frozen=True):
     """The source named in Welcome did not do, and why. The rank ends; all start again from the next one.
 
     ``whole``: it is not damaged, but of a model that was divided in another way. Without a next one the job ends.
-    ``passing``: it could not be reached, so it is tried once more.
+    ``passing``: it could not be reached, so it is tried again.
     """
 
     source: Source

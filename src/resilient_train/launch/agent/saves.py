@@ -48,6 +48,8 @@ class Saves:
         self._say = say
         self.states = states = TrustedStates(world_size, keep)
         self._record = DistrustRecord(run_dir)
+        self._unwritten = ""
+        """Why what is wrong could not be written down, as people were told."""
         self._recall(self._record.held)
         self._snapshots = HeldSnapshots(run_dir, world_size, states, self._hear, self._lost)
         self._troubles = SaveTroubles(note, say)
@@ -91,10 +93,12 @@ class Saves:
         try:
             self._record.write(Distrusted(self.states.wrong_since, self.states.wrong_stored))
         except OSError as error:
-            self._say(
-                f"what is known to be wrong can't be written down ({error}): a launcher that comes after this one may "
-                "go on from it"
-            )
+            if str(error) != self._unwritten:  # it is tried with each snapshot
+                self._unwritten = str(error)
+                self._say(
+                    f"which saved states are wrong can't be written down ({error}): a launcher that comes after this "
+                    "one may go on from the wrong ones, or without the right ones"
+                )
 
     def doubt(self) -> None:
         """Replicas were found to differ, nobody knows since when: what is in memory counts as far as all were equal,

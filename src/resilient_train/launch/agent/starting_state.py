@@ -88,9 +88,9 @@ class StartingState:
         self._requests.begin_anew()
         self.source = None
         try:
-            if self._is_first:  # later there is nothing that is newer than what all have begun from
+            first, self._is_first = self._is_first, False
+            if first:  # later there is nothing that is newer than what all have begun from
                 self.others = self._snapshots.of_other_ranks()
-                self._is_first = False
             seen = await self._found(_PATIENCE_S if needed else 0)
             if self.others is not None and _is_older(seen.newest, self.others.commits):
                 reason = await self._have_stored(self.others)
@@ -98,7 +98,7 @@ class StartingState:
                 if _is_older(seen.newest, self.others.commits):
                     return _not_stored(self.others, reason or f"what lies in {self._folder} stands in its way")
             self.others = None
-            if not needed:
+            if first:
                 self._forget_what_is_gone(seen)
             return self._take(seen, needed=needed)
         finally:

@@ -181,8 +181,12 @@ class TrustedStates:
             )
         if self.doubted:
             return "no saved state is left in which they were equal"
-        if self.wrong_since is not None:
-            return f"no saved state is left that is from before step {self.wrong_since}"
+        since = self.wrong_stored if self.wrong_since is None else self.wrong_since
+        if since is not None:
+            return (
+                f"no saved state is left that is from before step {since}: take the checkpoints from behind it away to "
+                "begin anew, or choose another --run-dir"
+            )
         return ""
 
 

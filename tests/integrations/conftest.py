@@ -10,11 +10,8 @@ import traced
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-collect_ignore = [
-    f"test_{library}.py"
-    for library in ("lightning", "accelerate", "transformers")
-    if importlib.util.find_spec(library) is None
-]
+NEEDS = {"lightning": "lightning", "fabric": "lightning", "accelerate": "accelerate", "transformers": "transformers"}
+collect_ignore = [f"test_{name}.py" for name, library in NEEDS.items() if importlib.util.find_spec(library) is None]
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from resilient_train.errors import HolderLostError, HolderSilentError
 from resilient_train.events import now
 from resilient_train.launch.agent import held_snapshots, starting_state, stored_checkpoints, trusted_states
 from resilient_train.launch.agent.distrust_record import FILE, Distrusted, DistrustRecord
-from resilient_train.launch.agent.held_snapshots import HeldSnapshots
+from resilient_train.launch.agent.held_snapshots import HeldSnapshots, OfOtherRanks
 from resilient_train.launch.agent.saves import Saves
 from resilient_train.launch.agent.stored_checkpoints import Stored
 from resilient_train.launch.spec import CHECKPOINTS
@@ -364,6 +364,22 @@ def test_what_the_launcher_before_knew_to_be_wrong_is_passed_over_until_it_is_go
     assert not choose(each)
     assert each.start.source is None
     assert not (tmp_path / FILE).exists()
+
+
+def test_a_holder_that_was_silent_first_has_what_another_number_of_ranks_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked before storage is looked at, so that it stays, and behind that."""
+    answers = [None, OfOtherRanks(25, 3, 77)]
+
+    async def refuses(_: float) -> str:
+        return "no space"
+
+    each = saves(tmp_path)
+    monkeypatch.setattr(each._snapshots, "of_other_ranks", lambda: answers.pop(0))
+    monkeypatch.setattr(each._snapshots, "store_of_other_ranks", refuses)
+    assert choose(each).startswith("memory has update 25 of 3 ranks, nothing as new can be gone on from")
+    assert not answers
 
 
 class Holding:

@@ -6,13 +6,12 @@ launcher that is killed before that is done would leave a wrong state as the new
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
 import msgspec
 
 from resilient_train.errors import ConfigError
+from resilient_train.state.checkpoint.files import sync_folder, write_file
 
 FILE = "distrusted.json"
 
@@ -41,18 +40,17 @@ class DistrustRecord:
             ) from None
 
     def write(self, wrong: Distrusted) -> None:
-        """In one step. Nothing happens where that is known already. Raises OSError."""
+        """In one step, which lasts: an old one would have what is right set aside. Nothing happens where that is known
+        already. Raises OSError.
+        """
         if wrong == self.held:
             return
         if wrong == Distrusted():
             self._path.unlink(missing_ok=True)
         else:
             fresh = self._path.with_suffix(".tmp")
-            with contextlib.suppress(FileNotFoundError):  # of a launcher that was killed
-                fresh.unlink()
-            with fresh.open("xb") as file:
-                file.write(msgspec.json.encode(wrong))
-                file.flush()
-                os.fsync(file.fileno())
+            fresh.unlink(missing_ok=True)  # of a launcher that was killed
+            write_file(fresh, msgspec.json.encode(wrong))
             fresh.rename(self._path)
+        sync_folder(self._path.parent)
         self.held = wrong

@@ -92,6 +92,8 @@ class StartingState:
             if first:  # later there is nothing that is newer than what all have begun from
                 self.others = self._snapshots.of_other_ranks()
             seen = await self._found(_PATIENCE_S if needed else 0)
+            if first:  # once more: a holder that was silent may have answered since
+                self.others = self.others or self._snapshots.of_other_ranks()
             if self.others is not None and _is_older(seen.newest, self.others.commits):
                 reason = await self._have_stored(self.others)
                 seen = await self._found(0)

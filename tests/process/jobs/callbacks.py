@@ -33,6 +33,7 @@ class Trainer:
         self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         self.sums = [torch.zeros_like(each) for each in self.net.parameters()]
+        self.adding = threading.Lock()
         self.mean, self.seen = Mean(), 0
         self.adds, self.added = threading.Event(), threading.Event()
         """What the body that a fault cuts has begun."""
@@ -75,9 +76,10 @@ class Trainer:
                 for _ in range(20):
                     numbers.sort()
             at = 0
-            for each in self.sums:
-                each.add_(flat[at : at + each.numel()].view_as(each) / dist.get_world_size())
-                at += each.numel()
+            with self.adding:
+                for each in self.sums:
+                    each.add_(flat[at : at + each.numel()].view_as(each) / dist.get_world_size())
+                    at += each.numel()
             if slow:
                 self.added.set()
 

@@ -12,7 +12,7 @@ from resilient_train.testing.drill import DrillOptions, plan
 
 
 def options(**changes: object) -> DrillOptions:
-    fields = {"command": ("train.py",), "run_dir": Path("/nowhere/drill"), "ranks": 3, **changes}
+    fields = {"command": (__file__,), "run_dir": Path("/nowhere/drill"), "ranks": 3, **changes}
     return DrillOptions(**fields)  # type: ignore[arg-type]
 
 
@@ -41,6 +41,8 @@ def test_the_same_seed_is_the_same_plan() -> None:
     ("changes", "words"),
     [
         ({"command": ()}, "give the script behind --"),
+        ({"command": ("nowhere.py",)}, "there is no script 'nowhere.py'"),
+        ({"limit_s": 0.0}, "--limit-s 0"),
         ({"ranks": 1}, "no replica"),
         ({"faults": 0}, "at least one"),
         ({"kinds": ("kill", "ucce")}, "'ucce' is not one of"),

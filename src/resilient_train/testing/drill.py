@@ -57,6 +57,10 @@ class DrillOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.command:
             raise ConfigError("drill: give the script behind --, as in: resilient-train drill -- train.py --epochs 1")
+        if not self.command[0].startswith("-") and not Path(self.command[0]).is_file():
+            raise ConfigError(f"drill: there is no script {self.command[0]!r}")
+        if not self.limit_s > 0:
+            raise ConfigError(f"--limit-s {self.limit_s:g}: the undisturbed run needs some time")
         if self.ranks < 2:
             raise ConfigError(f"--ranks {self.ranks}: with fewer than 2 there is no replica to recover from")
         if self.faults < 1:

@@ -31,7 +31,7 @@ class NotHitError(ResilientError):
 
 
 class NoJobError(ConfigError):
-    """No job runs there. ``over``: and none is about to."""
+    """No job runs there. ``over``: and none is about to, or can."""
 
     def __init__(self, text: str, *, over: bool = False) -> None:
         super().__init__(text)
@@ -55,9 +55,9 @@ def ask(run: Path, question: Inject | Pause | Query | Unpause) -> Reply:
     """Asks the agent of a running job. Raises NoJobError if none runs there, ConfigError if it refuses the question."""
     path = run / SOCKET
     if not run.is_dir():
-        raise NoJobError(
-            f"no job is running in {run}: {'it is a file' if run.exists() else 'there is no such directory'}"
-        )
+        is_file = run.exists()
+        why = "it is a file" if is_file else "there is no such directory"
+        raise NoJobError(f"no job is running in {run}: {why}", over=is_file)
     if not path.exists():
         known = (run / EVENTS_FILE).exists()
         why = "the run is over" if known else "it is no run's directory"

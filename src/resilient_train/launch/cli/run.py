@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--standby-depth",
         "--standby_depth",
+        choices=config.DEPTHS,
         help="how far it is: forked (imports done), built (it has run the script up to rt.standby_point)",
     )
     return parser

@@ -41,7 +41,40 @@ struct AtThreadEnd {
 
 thread_local AtThreadEnd at_thread_end;
 
+#if PY_VERSION_HEX >= 0x030C0000
+// From Python 3.12 on, a thread that deletes a state, whosever it is, no longer knows its own: the next
+// `PyGILState_Ensure` would make a second one, and wait for ever for the GIL that the first one holds. So a state made
+// for the while takes the thread meanwhile. Ours is pushed aside when that one comes, and is found again when it
+// returns to a thread that has none (`tstate_activate` of Python/pystate.c).
+class StateForTheWhile {
+ public:
+  StateForTheWhile() : ours_(PyThreadState_Get()), other_(PyThreadState_New(PyThreadState_GetInterpreter(ours_))) {
+    if (other_ != nullptr) PyThreadState_Swap(other_);
+  }
+  ~StateForTheWhile() {
+    if (other_ == nullptr) return;
+    PyThreadState_Clear(other_);
+    PyThreadState_DeleteCurrent();  // which lets go of the GIL
+    PyEval_RestoreThread(ours_);
+  }
+  StateForTheWhile(const StateForTheWhile&) = delete;
+  StateForTheWhile& operator=(const StateForTheWhile&) = delete;
+  bool is_there() const { return other_ != nullptr; }
+
+ private:
+  PyThreadState* ours_;
+  PyThreadState* other_;
+};
+#else
+struct StateForTheWhile {
+  bool is_there() const { return true; }
+};
+#endif
+
 void free_ended() {
+  if (ended.load(std::memory_order_relaxed) == nullptr) return;
+  const StateForTheWhile for_the_while;
+  if (!for_the_while.is_there()) return;  // no memory: the next one tries
   Kept* next = ended.exchange(nullptr, std::memory_order_acquire);
   while (next != nullptr) {
     const std::unique_ptr<Kept> each(next);

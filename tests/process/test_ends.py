@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from running import JOBS, LAUNCHER, Reference, Run, launch, read_events, start
+from served import changed
 
 TRAIN = str(JOBS / "train.py")
 ENDS = (JOBS / "ends.py").read_text().splitlines()
@@ -216,6 +217,31 @@ def test_a_signal_to_all_processes_loses_no_worker(tmp_path: Path, number: signa
     assert "has lost a worker" not in err
     assert "is saved: " in err
     assert [path.name for path in (run_dir / "checkpoints").iterdir() if not path.name.endswith("_tmp")], err
+
+
+def test_ctrl_c_among_the_launchers_imports_is_no_error(tmp_path: Path) -> None:
+    """They take seconds on a busy machine, and a traceback through all of them says nothing."""
+    command = [str(Path(sys.executable).with_name("resilient-run")), "--run-dir", str(tmp_path / "run"), TRAIN]
+    with start(command, new=True) as process:
+        wait_for(lambda: "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text())
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (-signal.SIGINT, "", "")
+
+
+def test_a_rank_that_ends_well_before_its_session_ends_the_job(tmp_path: Path) -> None:
+    """The other one stands before its first step, for ever."""
+    run = launch(tmp_path / "run", "ends.py", "leave-before", ranks=2)
+    assert run.code == 1, run.explain()
+    assert "ranks [1] exited with code 0 before the first step, and ranks [0] wait there" in run.err
+
+
+def test_a_rank_that_can_not_publish_what_it_has_of_its_own_ends_the_job(tmp_path: Path) -> None:
+    with changed(code="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (10_000_000, 10_000_000))"):
+        run = launch(tmp_path / "run", "ends.py", "large", ranks=2)
+    assert run.code == 2, run.explain()
+    assert "bytes of shared memory for a rank can't be had: [Errno 27] File too large (ulimit -f)" in run.err
+    assert "Traceback" not in run.err, run.explain()
 
 
 def test_a_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:

@@ -250,6 +250,28 @@ def test_how_others_ended_before_all_were_started_again_does_not_count() -> None
     assert controller.exited(0, 0, 1, COMPUTE_0) == []
 
 
+@pytest.mark.parametrize("first", ["exited", "started"])
+def test_a_rank_that_ends_well_without_a_first_step_is_not_waited_for(first: str) -> None:
+    controller = Controller(2)
+    begun = Started("x", ())
+    if first == "started":
+        assert controller.started(0, 0, begun) == []
+        commands = controller.exited(1, 0, 0, COMPUTE_0)
+    else:
+        assert controller.exited(1, 0, 0, COMPUTE_0) == []
+        commands = controller.started(0, 0, begun)
+    (end,) = of(commands, EndJob)
+    assert (end.code, end.reason) == (
+        1,
+        "ranks [1] exited with code 0 before the first step, and ranks [0] wait there",
+    )
+
+
+def test_without_a_session_each_rank_may_end_when_it_likes() -> None:
+    controller = Controller(2)
+    assert controller.exited(1, 0, 0, COMPUTE_0) == controller.exited(0, 0, 0, COMPUTE_0) == []
+
+
 IN_THE_TAIL = Progress(4, Phase.APPLIED, 2, Activity.LEAVING)
 IN_THE_BODY = Progress(4, Phase.COMPUTE, 2, Activity.LEAVING)
 LEFT = "rank 1 left with exit code 0 while the others were still training (to end early, all ranks leave the Session at"

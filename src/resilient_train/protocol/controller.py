@@ -88,6 +88,11 @@ class Controller:
             2, f"the Session of some ranks is a plain loop, and that of others is not (rank {rank} came last)"
         )
 
+    def _without_one(self) -> list[Command]:
+        """Some ranks have ended well without a first step, before which the others stand."""
+        gone, waiting = sorted(self.job.never_started), sorted(self.job.started)
+        return self.stop(1, f"ranks {gone} exited with code 0 before the first step, and ranks {waiting} wait there")
+
     def started(self, rank: int, incarnation: int, message: Started) -> list[Command]:
         """A rank is ready for its first step."""
         job = self.job
@@ -96,6 +101,8 @@ class Controller:
         job.started[rank] = message
         if job.plain:
             return self._mixed(rank)
+        if job.never_started:
+            return self._without_one()
         if len(job.started) < job.world_size:
             return []
         try:
@@ -174,7 +181,10 @@ class Controller:
             return ttp.lose(job, rank)
         if code < 0 and job.stage is not Stage.FINISHED:
             return self.lost(rank, incarnation, f"was killed by signal {-code}", standings, code=128 - code)
-        if code == 0 and job.stage in (Stage.STARTING, Stage.FINISHED):
+        if code == 0 and job.stage is Stage.STARTING:
+            job.never_started.add(rank)  # a script without a Session ends so
+            return self._without_one() if job.started else []
+        if code == 0 and job.stage is Stage.FINISHED:
             return []
         if code and job.stage is Stage.STARTING and job.policy.restart_on_error:
             told = f"rank {rank} exited with code {code} before the first step"

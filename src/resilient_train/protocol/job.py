@@ -87,6 +87,8 @@ class Job:
         self.leaving: Leaving | None = None
         """The job is to end."""
         self.started: dict[int, Started] = {}
+        self.never_started: set[int] = set()
+        """Those that have ended by ``sys.exit(0)`` before all were ready for the first step."""
         self.joined: dict[int, Joined] = {}
         self.plan: Plan | None = None
         self.done: set[int] = set()

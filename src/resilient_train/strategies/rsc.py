@@ -56,6 +56,7 @@ def begin(fault: Fault, job: Job) -> list[Command]:
         job.end_verifying()
     job.attempt += 1
     job.started.clear()
+    job.never_started.clear()
     job.incarnations = [incarnation + 1 for incarnation in job.incarnations]
     detail = {"reason": fault.reason, "attempt": job.attempt, "state_lost": fault.kind is not Kind.AT_START}
     spawns = [Spawn(r, job.incarnations[r], joining=False, attempt=job.attempt) for r in range(job.world_size)]

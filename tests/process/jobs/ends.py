@@ -33,13 +33,26 @@ class Odd:
         raise AssertionError(state)
 
 
+class Large:
+    """More than a rank can publish at first."""
+
+    def state_dict(self) -> dict:
+        return {"numbers": torch.zeros(1 << 18)}
+
+    def load_state_dict(self, state: dict) -> None:
+        raise AssertionError(state)
+
+
 if mode == "other-torch":
     torch.__version__ = "2.16.0"
+if mode == "leave-before" and rank == 1:
+    sys.exit(0)
 session = rt.Session(
     model=model,
     optimizer=optimizer,
     replicas=[[0]] if mode == "bad-replicas" else (),
     state={"odd": Odd()} if mode == "bad-state" else None,
+    rank_state={"large": Large()} if mode == "large" else None,
 )
 if mode == "second-session":
     rt.Session(model=model, optimizer=optimizer)

@@ -398,6 +398,9 @@ class Agent:
         arena = self._arenas[rank]
         try:
             self._arenas[rank] = arena.grown(slot_bytes)
+        except ConfigError as error:
+            self._carry_out(self._controller.stop(2, str(error)))
+            return
         except OSError as error:
             if error.errno not in _SHORT_OF:
                 raise

@@ -70,7 +70,7 @@ class Waiting:
     def _described(self, rank: int) -> str:
         row = self.rank(rank)
         if row["pid"] is None:
-            return f"rank {rank} (no process yet)"
+            return f"rank {rank} ({'its process has ended' if row['phase'] == 'ENDED' else 'no process yet'})"
         age = f"process {row['pid']}, started {row['age_s']:.0f} s ago"
         if row["phase"] in ("STARTING", "JOINING"):
             return f"rank {rank} ({row['phase']}: {age})"

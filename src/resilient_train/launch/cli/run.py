@@ -254,6 +254,11 @@ def main(argv: list[str] | None = None) -> None:
         print(f"resilient-run: {error}", file=sys.stderr)
         sys.exit(EXIT_WRONG_INPUT)
     _hand_on_switches(job)
+    quiet_until_now = signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # see start.py
+    if quiet_until_now:
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # as each rank has it, which are forks of what is made here
     if isinstance(job, argparse.Namespace):
         from torch.distributed import run as torchrun
 
@@ -268,6 +273,8 @@ def main(argv: list[str] | None = None) -> None:
     if isinstance(root, Born):
         root.begin()  # nothing of ours may catch what the script raises
         return
+    if quiet_until_now:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the agent hears it
     from resilient_train.launch.agent.agent import Agent
 
     code = run_job(job, argv, lambda sink: Agent(job, sink, root))
@@ -453,6 +460,8 @@ def run_job(job: JobSpec, argv: list[str], agent: Callable[[JsonLines], _Runs]) 
         console.say(line(f"the job ends: internal error of the agent: {error!r} (please report it)"))
         code = EXIT_BUG
     sink.close()
+    if sink.dropped:
+        console.say(line(f"{sink.dropped} events could not be written, so what is told of the run now may be wrong"))
     _sum_up(job, code, console)
     if code == 128 + signal.SIGINT:
         console.say(line("interrupted"))
@@ -463,7 +472,7 @@ def _whole(path: Path) -> list[Event]:
     """All events. Raises LookupError where a rank has made a new file, since the one of before is elsewhere."""
     events = read_events(path)
     if not any(event.kind == "run_start" for event in events):
-        raise LookupError(f"{path} has lost its begin: was the run directory moved, or emptied?")
+        raise LookupError(f"{path} has lost its begin: was the run directory moved, emptied, or full?")
     return events
 
 
@@ -484,9 +493,8 @@ def _sum_up(job: JobSpec, code: int, console: Console) -> None:
         console.say(line(f"ended with exit code {code}; {gone}"))
         return
     except Exception as error:
-        console.say(
-            line(f"ended with exit code {code}; what became of the run can't be told from its events: {error!r}")
-        )
+        why = str(error) if isinstance(error, LookupError) else repr(error)
+        console.say(line(f"ended with exit code {code}; what became of the run can't be told from its events: {why}"))
         return
     try:
         write_trace(events, job.run_dir / TRACE_FILE)

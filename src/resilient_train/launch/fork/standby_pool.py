@@ -266,11 +266,13 @@ class Pool:
             return
         self._making = True
         try:
-            self._ask(self._root)
+            # A root that is slow (the machine is busy, was stopped) is worth waiting for: nobody waits with us, see
+            # ``take``, and without it all starts are cold for the rest of the job.
+            self._ask(self._root, _IMPORT_S)
         except OSError as error:
             self._lose(f"the root of all forks does not take orders: {error!r}")
 
-    def _ask(self, parent: Standby) -> None:
+    def _ask(self, parent: Standby, limit_s: float = _ANSWER_S) -> None:
         ours, theirs = gates()
         with theirs:
             try:
@@ -279,7 +281,7 @@ class Pool:
                 ours.close()
                 raise
         self._coming.append(ours)
-        parent.limit(_ANSWER_S if self._was_fit else _IMPORT_S, lambda: self._on_silence(parent))
+        parent.limit(limit_s, lambda: self._on_silence(parent))
 
     def _on_root(self, root: Standby) -> None:
         for answer in self._answers(root):
@@ -375,7 +377,8 @@ class Pool:
         self._losses += 1
         self._note("standby_lost", {"reason": reason})
         if self._root is None or self._losses > len(_AGAIN_S):
-            self._give_up(f"it was lost {self._losses} times, at last because {reason}")
+            times = "" if self._losses == 1 else f" {self._losses} times, at last"
+            self._give_up(f"it was lost{times} because {reason}")
         else:
             asyncio.get_running_loop().call_later(_AGAIN_S[self._losses - 1], self._make_zygote)
             self._refuse_all()

@@ -20,6 +20,7 @@ from running import JOBS
 
 from resilient_train._native import Copier, die_with_parent
 from resilient_train.errors import HolderLostError, HolderSilentError, MemoryLimitError, ProtocolError, VaultError
+from resilient_train.launch.agent import held_snapshots
 from resilient_train.launch.agent.held_snapshots import HeldSnapshots
 from resilient_train.launch.agent.run_dir_claim import Claim
 from resilient_train.launch.agent.trusted_states import TrustedStates
@@ -308,6 +309,47 @@ async def held_by_the_next_two(rig: Rig, agent: HeldSnapshots) -> list[int | Non
         rig.holders[-1].wait()
     agent.let_go()
     return found
+
+
+def ended(pipe: Path) -> bool:
+    """Whether somebody reads a named pipe, who has its end by this."""
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
+
+
+def test_what_another_number_of_ranks_has_left_outlives_a_holder_that_writes_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one has the memory of them all, and knows what to do with it."""
+    monkeypatch.setattr(held_snapshots, "WORK", "wait")
+    monkeypatch.setattr(held_snapshots, "PLACE", WORKS["wait"])
+    vault, pipe = rig.start(grace_s=TIMEOUT_S), rig.run_dir / "pipe"
+    os.mkfifo(pipe)
+    for rank in (0, 1):
+        with contextlib.closing(vault.reserve(rank, IMAGE_BYTES)) as pair:
+            assert take(pair, 5, world=2)
+    vault.leave("wait", 2, os.fsencode(pipe), rig.run_dir / "agent-0.lock")
+    vault.close()
+    agent = HeldSnapshots(rig.run_dir, 1, TrustedStates(1, 2), lambda: None, lambda _: agent.let_go())
+
+    async def come() -> None:
+        assert agent.of_other_ranks() == (5, 2, rig.holders[0].pid)
+        stored = asyncio.create_task(agent.store_of_other_ranks(TIMEOUT_S))
+        assert await asyncio.to_thread(eventually, agent.may_write)
+        rig.holders[0].kill()
+        rig.holders[0].wait()
+        assert await asyncio.to_thread(eventually, lambda: ended(pipe)), "the next one reads"
+        assert await stored == ""
+        assert agent._process is not None
+        rig.holders.append(agent._process)
+        agent.forget_others()
+        assert list(agent._kept) == [0]
+        agent.let_go()
+
+    asyncio.run(come())
 
 
 def test_a_foreign_descriptor_is_not_adopted(rig: Rig) -> None:

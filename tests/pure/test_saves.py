@@ -370,7 +370,7 @@ def test_a_holder_that_was_silent_first_has_what_another_number_of_ranks_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is asked before storage is looked at, so that it stays, and behind that."""
-    answers = [None, OfOtherRanks(25, 3, 77)]
+    answers = [None, OfOtherRanks(25, 3, 77), OfOtherRanks(25, 3, 78)]
 
     async def refuses(_: float) -> str:
         return "no space"
@@ -378,7 +378,9 @@ def test_a_holder_that_was_silent_first_has_what_another_number_of_ranks_left(
     each = saves(tmp_path)
     monkeypatch.setattr(each._snapshots, "of_other_ranks", lambda: answers.pop(0))
     monkeypatch.setattr(each._snapshots, "store_of_other_ranks", refuses)
-    assert choose(each).startswith("memory has update 25 of 3 ranks, nothing as new can be gone on from")
+    refused = choose(each)
+    assert refused.startswith("memory has update 25 of 3 ranks, nothing as new can be gone on from")
+    assert refused.endswith("start 3 ranks, or end its holder (kill 78) to go on without it"), "the one that lives now"
     assert not answers
 
 

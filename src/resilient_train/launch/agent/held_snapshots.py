@@ -23,7 +23,7 @@ from resilient_train.launch.agent.trusted_states import TrustedStates
 from resilient_train.protocol.messages import Captured, Source, VaultOpened
 from resilient_train.state.vault.client import Vault, common_commits, snapshots_at, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK
-from resilient_train.state.vault.frames import Inventory
+from resilient_train.state.vault.frames import Inventory, LastWork
 from resilient_train.state.vault.holder_search import HolderSearch
 from resilient_train.state.vault.record import Snapshot
 from resilient_train.state.vault.slots import Control
@@ -34,6 +34,7 @@ _ASK_AGAIN_S = 30.0
 _LOOK_S = 0.1
 _ANSWERS_S = 5.0
 """So often a holder that works is asked whether it is there: it may be stopped."""
+_TRIES = 3
 
 
 class OfOtherRanks(NamedTuple):
@@ -78,6 +79,8 @@ class HeldSnapshots:
         self._ask_again_s = 0.0
         self._last_work: tuple[bytes, int] | None = None
         """What the holder is left with, see ``leave``; None: with whatever another launcher has left it with."""
+        self._of_others: LastWork | None = None
+        """That, where it is of another number of ranks: a holder that dies takes neither it nor their memory along."""
         self._pins: Vault | None = None
         """By which one of them stays until all have gone back to it."""
 
@@ -150,11 +153,14 @@ class HeldSnapshots:
         try:
             for held in [each for kept in self._kept.values() for each in kept]:
                 vault.adopt(held)
-            for rank in set(range(self._world_size)) - set(self._kept):
+            others = self._of_others
+            for rank in set(range(max(self._world_size, others.world if others else 0))) - set(self._kept):
                 if records := vault.records(rank):
                     self._kept[rank] = records
             if self._last_work is not None:
                 self._leave(vault, *self._last_work)
+            elif others is not None:
+                vault.leave(others.work, others.world, others.argument, Path(others.unless), others.until)
         except VaultError:
             vault.close()
             raise
@@ -260,10 +266,20 @@ class HeldSnapshots:
             worlds = {each.world for store in held.stores for each in store.snapshots} - {self._world_size}
             newest = ((world, common_commits(held.stores, world, self._until())[:1]) for world in worlds)
             found = [(commits[0], world) for world, commits in newest if commits]
-            if found and self.vault is None:
+            if not found:
+                return None
+            self._of_others = held.last or self._of_others
+            if self.vault is None:
                 self._keep_to(self._connect(member=True))
-            return OfOtherRanks(*max(found), held.pid) if found else None
+            return OfOtherRanks(*max(found), held.pid)
         return None
+
+    def forget_others(self) -> None:
+        """What another number of ranks had in memory is of no use any more."""
+        self._of_others = None
+        for rank in [each for each in self._kept if each >= self._world_size]:
+            for held in self._kept.pop(rank):
+                held.close()
 
     def _until(self) -> int:
         return -1 if self._states.wrong_since is None else self._states.wrong_since
@@ -280,25 +296,42 @@ class HeldSnapshots:
             return not self._kept
 
     async def store_of_other_ranks(self, patience_s: float) -> str:
-        """Has it written to storage, as its job has left word how. Returns why that is impossible; empty: it is there,
-        or a newer one. ``patience_s``: for a holder that does not answer.
+        """Has it written to storage, as its job has left word how; by the next holder, where one dies. Returns why that
+        is impossible; empty: it is there, or a newer one. ``patience_s``: for a holder that does not answer.
         """
-        answered = time.monotonic()
+        reason = ""
+        for _ in range(_TRIES):
+            try:
+                await self._have_last_work_done(patience_s)
+                return ""
+            except VaultError as error:
+                reason = str(error)
+                if type(error) is not HolderLostError:
+                    break
+            await self.revive()
+        return reason
+
+    async def _have_last_work_done(self, patience_s: float) -> None:
+        """Raises VaultError."""
+        answered_s = time.monotonic()
+        with contextlib.closing(self._connect(member=False)) as vault:
+            number = vault.do_last_work(self._until())
+            while vault.result(number, 0) is None:
+                await asyncio.sleep(_LOOK_S)
+                answered_s = self._answered_s(answered_s, patience_s)
+
+    def _answered_s(self, last_s: float, patience_s: float) -> float:
+        """When the holder answered last. Raises HolderSilentError when that is ``patience_s`` ago."""
+        now_s = time.monotonic()
+        if now_s <= last_s + _ANSWERS_S:
+            return last_s
         try:
-            with contextlib.closing(self._connect(member=False)) as vault:
-                number = vault.do_last_work(self._until())
-                while vault.result(number, 0) is None:
-                    await asyncio.sleep(_LOOK_S)
-                    if time.monotonic() > answered + _ANSWERS_S:
-                        try:
-                            self._inventory()
-                            answered = time.monotonic()
-                        except HolderSilentError:
-                            if time.monotonic() > answered + patience_s:
-                                raise
-        except VaultError as error:
-            return str(error)
-        return ""
+            self._inventory()
+        except HolderSilentError:
+            if now_s > last_s + patience_s:
+                raise
+            return last_s
+        return now_s
 
     @property
     def comes_to_storage(self) -> bool:

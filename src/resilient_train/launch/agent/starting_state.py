@@ -98,8 +98,10 @@ class StartingState:
                 reason = await self._have_stored(self.others)
                 seen = await self._found(0)
                 if _is_older(seen.newest, self.others.commits):
+                    self.others = self._snapshots.of_other_ranks() or self.others  # whose holder may be another one
                     return _not_stored(self.others, reason or f"what lies in {self._folder} stands in its way")
             self.others = None
+            self._snapshots.forget_others()
             if first:
                 self._forget_what_is_gone(seen)
             return self._take(seen, needed=needed)

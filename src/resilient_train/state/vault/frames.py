@@ -135,12 +135,15 @@ class Stores(msgspec.Struct, tag=True, frozen=True):
 
 
 class Inventory(msgspec.Struct, tag=True, frozen=True):
-    """All that is held, without descriptors; ``works``: submitted and not over."""
+    """All that is held, without descriptors; ``works``: submitted and not over; ``last``: what the holder is left with,
+    if that is anything.
+    """
 
     pid: int
     stores: tuple[Store, ...]
     members: int
     works: int
+    last: LastWork | None = None
 
 
 class Acknowledged(msgspec.Struct, tag=True, frozen=True):

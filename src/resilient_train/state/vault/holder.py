@@ -260,7 +260,8 @@ class Holder(Server[frames.ToHolder]):
             case frames.Drop(rank):
                 held.drop(rank)
             case frames.AskInventory():
-                return frames.Inventory(os.getpid(), held.describe(), len(self._members), self._under_way), []
+                last = self._last if self._last.work else None
+                return frames.Inventory(os.getpid(), held.describe(), len(self._members), self._under_way, last), []
             case frames.LastWork():
                 self._last, self._tries = frame, 0
                 if frame.work:

@@ -1,4 +1,4 @@
-# Everything runs in .venv. Of the machine: python3.11 or newer, a C++20 compiler and make; cmake and ninja come from
+# Everything runs in .venv. Of the machine: python3.11, 3.12 or 3.13, a C++20 compiler and make; cmake and ninja come from
 # PyPI. Where pip is not configured for CPU builds of torch:
 #   make setup PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 SHELL := /bin/bash
@@ -75,7 +75,7 @@ test-mindspore: wheel
 # Another torch, in an environment of its own (5 GB where PyPI has CUDA builds only; they run on the CPU as well).
 # PYTEST_FLAGS for a part of the tests. To try a TORCH that is refused, name it in `frameworks/supported.py` first.
 TORCH ?= 2.15.0
-OTHER_TORCH = build/torch-$(TORCH)
+OTHER_TORCH = build/torch-$(TORCH)-$(notdir $(PYTHON))
 test-torch:
 	test -x $(OTHER_TORCH)/bin/python || $(PYTHON) -m venv $(OTHER_TORCH)
 	$(OTHER_TORCH)/bin/python -m pip install -q $(PIP_FLAGS) torch==$(TORCH) scikit-build-core nanobind \

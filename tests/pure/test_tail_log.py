@@ -211,6 +211,7 @@ def test_a_call_costs_the_same_however_many_were_logged_before(pair: Pair) -> No
     def read_first() -> None:
         assert theirs.call(0, ("world", 0), 1) is not None
 
+    effort(log)  # Python 3.12 counts the first time only what it comes to behind it
     efforts = []
     for entries in (100, 10_000):
         while logged < entries:

@@ -267,6 +267,14 @@ def test_a_rank_that_ends_well_without_a_first_step_is_not_waited_for(first: str
     )
 
 
+def test_a_rank_that_was_ready_and_has_ended_well_waits_no_more() -> None:
+    controller = Controller(2)
+    begun = Started("x", ())
+    assert controller.started(0, 0, begun) == controller.exited(0, 0, 0, COMPUTE_0) == []
+    (end,) = of(controller.started(1, 0, begun), EndJob)
+    assert end.reason == "ranks [0] exited with code 0 before the first step, and ranks [1] wait there"
+
+
 def test_without_a_session_each_rank_may_end_when_it_likes() -> None:
     controller = Controller(2)
     assert controller.exited(1, 0, 0, COMPUTE_0) == controller.exited(0, 0, 0, COMPUTE_0) == []

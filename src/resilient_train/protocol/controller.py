@@ -89,9 +89,13 @@ class Controller:
         )
 
     def _without_one(self) -> list[Command]:
-        """Some ranks have ended well without a first step, before which the others stand."""
-        gone, waiting = sorted(self.job.never_started), sorted(self.job.started)
-        return self.stop(1, f"ranks {gone} exited with code 0 before the first step, and ranks {waiting} wait there")
+        """Some ranks have ended well without a first step. Scripts without a Session do; others wait there for them."""
+        gone = self.job.never_started
+        waiting = sorted(self.job.started.keys() - gone)
+        if not (gone and waiting):
+            return []
+        text = f"ranks {sorted(gone)} exited with code 0 before the first step, and ranks {waiting} wait there"
+        return self.stop(1, text)
 
     def started(self, rank: int, incarnation: int, message: Started) -> list[Command]:
         """A rank is ready for its first step."""
@@ -101,8 +105,8 @@ class Controller:
         job.started[rank] = message
         if job.plain:
             return self._mixed(rank)
-        if job.never_started:
-            return self._without_one()
+        if ends := self._without_one():
+            return ends
         if len(job.started) < job.world_size:
             return []
         try:
@@ -182,8 +186,8 @@ class Controller:
         if code < 0 and job.stage is not Stage.FINISHED:
             return self.lost(rank, incarnation, f"was killed by signal {-code}", standings, code=128 - code)
         if code == 0 and job.stage is Stage.STARTING:
-            job.never_started.add(rank)  # a script without a Session ends so
-            return self._without_one() if job.started else []
+            job.never_started.add(rank)
+            return self._without_one()
         if code == 0 and job.stage is Stage.FINISHED:
             return []
         if code and job.stage is Stage.STARTING and job.policy.restart_on_error:

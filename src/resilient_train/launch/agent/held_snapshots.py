@@ -35,6 +35,7 @@ _LOOK_S = 0.1
 _ANSWERS_S = 5.0
 """So often a holder that works is asked whether it is there: it may be stopped."""
 _TRIES = 3
+"""So many holders may die while they write what another number of ranks has left."""
 
 
 class OfOtherRanks(NamedTuple):

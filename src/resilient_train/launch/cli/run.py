@@ -254,11 +254,9 @@ def main(argv: list[str] | None = None) -> None:
         print(f"resilient-run: {error}", file=sys.stderr)
         sys.exit(EXIT_WRONG_INPUT)
     _hand_on_switches(job)
-    quiet_until_now = signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # see start.py
-    if quiet_until_now:
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # as each rank has it, which are forks of what is made here
+    was_quiet = signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # see start.py
+    if was_quiet:  # a script has Python's own, and may be a fork of what is made here
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(job, argparse.Namespace):
         from torch.distributed import run as torchrun
 
@@ -273,7 +271,7 @@ def main(argv: list[str] | None = None) -> None:
     if isinstance(root, Born):
         root.begin()  # nothing of ours may catch what the script raises
         return
-    if quiet_until_now:
+    if was_quiet:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the agent hears it
     from resilient_train.launch.agent.agent import Agent
 

@@ -33,7 +33,7 @@ class Trainer:
         self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         self.sums = [torch.zeros_like(each) for each in self.net.parameters()]
-        self.adding = threading.Lock()
+        self.adding = threading.Lock()  # gloo tells on two threads, and add_ lets the other one in
         self.mean, self.seen = Mean(), 0
         self.adds, self.added = threading.Event(), threading.Event()
         """What the body that a fault cuts has begun."""
